@@ -1,0 +1,265 @@
+"""The memory tier: reservations and leases on the arena that all processes of the user share.
+
+    reserve (evict as needed)  ->  write bytes  ->  commit (READY, leased)   or abort
+    lease (READY, pinned)      ->  read bytes   ->  release
+
+What is leased is neither evicted nor overwritten, by any process, until the last lease on it is
+released or its holder dies.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from lmcache_ec.backends.arena import Arena, arena_directory
+from lmcache_ec.backends.index import PAGE, CachePolicy, Refusal, Slot, Usage
+from lmcache_ec.errors import BackendError
+from lmcache_ec.events import Events
+from lmcache_ec.key import CacheEngineKey
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the tensor of a lease lies in the arena; what one process tells another.
+
+    Attributes:
+        offset: Start of the tensor's bytes in the arena.
+        shape: Shape of the tensor.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+
+
+class Reservation:
+    """An extent that only its owner may write, until it is committed or aborted.
+
+    Attributes:
+        key: Key of the entry to be.
+        buffer: The whole extent, uint8, on CPU, at least as long as was asked for.
+    """
+
+    def __init__(self, backend: LocalCPUBackend, key: CacheEngineKey, slot: Slot) -> None:
+        self.key = key
+        self.buffer = backend.arena.bytes[slot.offset : slot.offset + slot.length]
+        self._backend = backend
+
+    def tensor(self, payload_offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """View of the payload to be, of the key's dtype."""
+        return _view(self.buffer, payload_offset, shape, self.key)
+
+    def commit(self, payload_offset: int, shape: tuple[int, ...]) -> Lease:
+        """Publish the entry to every process; the caller owns the lease on it.
+
+        Args:
+            payload_offset: Start of the tensor's bytes within :attr:`buffer`.
+            shape: Shape of the tensor.
+
+        Raises:
+            BackendError: The index failed; the reservation is lost.
+        """
+        return self._backend.commit(self, payload_offset, shape)
+
+    def abort(self) -> None:
+        """Give the extent back.
+
+        Raises:
+            BackendError: The index failed; the extent comes back when this process ends.
+        """
+        self._backend.arena.index.abort(self.key.digest)
+
+
+class Lease:
+    """A pin on a READY entry: its bytes stay as they are until :meth:`release`.
+
+    Attributes:
+        key: Key of the entry.
+        tensor: View of the arena, of the entry's shape and dtype, on CPU; read only by contract,
+            and only while the lease is held.
+        buffer: The extent from its start to the payload's end, uint8.
+        payload_offset: Start of the payload within :attr:`buffer`.
+        extent: Where the tensor is in the arena.
+    """
+
+    def __init__(self, backend: LocalCPUBackend, key: CacheEngineKey, slot: Slot) -> None:
+        self.key = key
+        self.buffer = backend.arena.bytes[slot.offset :][: slot.payload_offset + slot.payload_bytes]
+        self.payload_offset = slot.payload_offset
+        self.extent = Extent(slot.offset + slot.payload_offset, slot.shape)
+        self.tensor = _view(self.buffer, slot.payload_offset, slot.shape, key)
+        self._backend = backend
+        self._held = True
+
+    def release(self) -> None:
+        """Let the entry be evicted again. Idempotent for one thread."""
+        if self._held:
+            self._held = False
+            self._backend.release(self.key)
+
+
+class LocalCPUBackend:
+    """Reservations and leases for one process. Thread-safe.
+
+    Args:
+        shm_path: Directory on a tmpfs.
+        capacity_bytes: Size of the arena if this process is the first in it.
+        policy: Order of eviction.
+        events: Where evictions and failures are counted.
+
+    Raises:
+        ConfigError: The place of the arena cannot be used.
+        BackendError: The tmpfs has no room for an arena at all.
+    """
+
+    def __init__(
+        self, shm_path: Path, capacity_bytes: int, policy: CachePolicy, events: Events
+    ) -> None:
+        self.arena = _join(shm_path, max(PAGE, capacity_bytes // PAGE * PAGE), policy)
+        self._events = events
+        self._lock = threading.Lock()
+        self._leases: dict[bytes, tuple[int, Slot]] = {}  # digest -> leases here, slot
+        self._closed = False
+
+    def contains(self, key: CacheEngineKey) -> bool:
+        """Whether a READY entry is there now. Microseconds.
+
+        Raises:
+            BackendError: The index failed.
+        """
+        return self.arena.index.contains(key.digest)
+
+    def lease(self, key: CacheEngineKey) -> Lease | None:
+        """Pin the entry if it is READY. Tens of microseconds; one dict look-up if leased here.
+
+        Raises:
+            BackendError: The index failed.
+        """
+        digest = key.digest
+        with self._lock:
+            count, slot = self._leases.get(digest, (0, None))
+            if slot is None:
+                slot = self.arena.index.lease(digest)
+                if slot is None:
+                    return None
+            self._leases[digest] = (count + 1, slot)
+        return Lease(self, key, slot)
+
+    def release(self, key: CacheEngineKey) -> None:
+        """Drop one lease of this process; called by :meth:`Lease.release`."""
+        digest = key.digest
+        with self._lock:
+            if self._closed:  # closing dropped every pin of this process
+                return
+            count, slot = self._leases[digest]
+            if count > 1:
+                self._leases[digest] = (count - 1, slot)
+                return
+            del self._leases[digest]
+            try:
+                self.arena.index.release(digest)
+            except BackendError:  # the pin stays until this process ends
+                self._events.count("errors", "memory")
+
+    def reserve(self, key: CacheEngineKey, nbytes: int) -> Reservation | Refusal:
+        """Room for a new entry of ``nbytes``; may evict, and may take milliseconds to grow.
+
+        Returns EXISTS, BUSY or FULL in place of a reservation.
+
+        Raises:
+            BackendError: The index failed.
+        """
+        length = -(-nbytes // PAGE) * PAGE
+        index = self.arena.index
+        reclaimed, may_grow = False, True
+        while True:
+            answer, evicted = index.reserve(key.digest, length, may_grow=may_grow)
+            if evicted:
+                self._events.count("evictions", "memory", evicted)
+            if isinstance(answer, Slot):
+                return Reservation(self, key, answer)
+            if answer is Refusal.EXISTS:
+                return answer
+            if answer is Refusal.GROW:
+                may_grow = self.arena.grow(length)
+            elif answer is not Refusal.AGAIN:
+                if reclaimed:
+                    return answer
+                self.arena.reclaim()  # what stands in the way may be a dead process's
+                reclaimed = True
+
+    def commit(
+        self, reservation: Reservation, payload_offset: int, shape: tuple[int, ...]
+    ) -> Lease:
+        """Make a reservation READY; called by :meth:`Reservation.commit`."""
+        key = reservation.key
+        nbytes = prod(shape) * _dtype(key).itemsize
+        with self._lock:
+            slot = self.arena.index.commit(key.digest, payload_offset, nbytes, shape)
+            self._leases[key.digest] = (1, slot)
+        return Lease(self, key, slot)
+
+    def view(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor of a lease that another process, or another part of this one, holds."""
+        nbytes = prod(extent.shape) * dtype.itemsize
+        return self.arena.bytes[extent.offset :][:nbytes].view(dtype).view(extent.shape)
+
+    def usage(self) -> Usage:
+        """Totals of the arena.
+
+        Raises:
+            BackendError: The index failed.
+        """
+        return self.arena.index.usage()
+
+    def close(self) -> None:
+        """Leave the arena, if no other backend of this process is in it. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for digest in self._leases:
+                self.arena.index.release(digest)
+        _leave(self.arena)
+
+
+def _dtype(key: CacheEngineKey) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, key.dtype)
+    return dtype
+
+
+def _view(
+    buffer: torch.Tensor, offset: int, shape: tuple[int, ...], key: CacheEngineKey
+) -> torch.Tensor:
+    dtype = _dtype(key)
+    return buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+# LMDB allows one environment for each path and process, so backends of one process share it.
+_arenas: dict[Path, tuple[int, Arena]] = {}
+_arenas_lock = threading.Lock()
+
+
+def _join(shm_path: Path, capacity_bytes: int, policy: CachePolicy) -> Arena:
+    with _arenas_lock:
+        users, arena = _arenas.get(arena_directory(shm_path), (0, None))
+        if arena is None or arena.closed:
+            users, arena = 0, Arena(shm_path, capacity_bytes, policy)
+        _arenas[arena.directory] = (users + 1, arena)
+        return arena
+
+
+def _leave(arena: Arena) -> None:
+    with _arenas_lock:
+        users, current = _arenas.get(arena.directory, (0, None))
+        if current is not arena:
+            return
+        if users > 1:
+            _arenas[arena.directory] = (users - 1, arena)
+        else:
+            del _arenas[arena.directory]
+            arena.close()

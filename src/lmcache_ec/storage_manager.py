@@ -1,0 +1,330 @@
+"""The tiers as one: look down, promote up, write down.
+
+A put lands in memory and returns; the tiers below get it in the background. A get looks in
+memory, then in each tier below; what it finds there is verified and kept in memory. Every tensor
+that leaves here is a lease on memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from lmcache_ec import entry
+from lmcache_ec.backends.base import Backend
+from lmcache_ec.backends.index import Refusal
+from lmcache_ec.backends.local_cpu import Lease, LocalCPUBackend, Reservation
+from lmcache_ec.errors import BackendError, CorruptEntryError
+from lmcache_ec.events import Events
+from lmcache_ec.key import CacheEngineKey
+from lmcache_ec.workqueue import WorkQueue
+
+logger = logging.getLogger(__name__)
+
+FETCH_THREADS = 4
+BUSY_TIMEOUT_S = 5.0  # how long a fetch waits for another process that brings the same entry
+
+
+class Fetch:
+    """One read of one entry into memory, shared by all who want it at the same time.
+
+    Whoever got it from :meth:`StorageManager.prefetch` calls :meth:`drop` once.
+    """
+
+    def __init__(self, manager: StorageManager, key: CacheEngineKey) -> None:
+        self.key = key
+        self._manager = manager
+        self._wanted = 0
+        self._finished = threading.Event()
+        self._lease: Lease | None = None
+        self._tier = ""
+
+    def done(self) -> bool:
+        """Whether the read has ended, found or not. Never blocks."""
+        return self._finished.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until :meth:`done`; False on time-out."""
+        return self._finished.wait(timeout_s)
+
+    def take(self) -> Lease | None:
+        """After :meth:`done`: a lease of the caller's own, or None when no tier has the entry."""
+        assert self.done()
+        if self._lease is None:
+            return None
+        return self._manager.lease(self.key, tier=self._tier)
+
+    def drop(self) -> None:
+        """Say that the caller wants it no more. A read under way goes on, and fills memory."""
+        self._manager.drop_fetch(self)
+
+
+class StorageManager:
+    """Memory and the tiers below it. Thread-safe.
+
+    Args:
+        memory: The memory tier, closed by this object.
+        tiers: The tiers below, fastest first, closed by this object.
+        max_queue_bytes: Bound on the bytes pinned in memory until they are written down.
+        events: Where everything is counted.
+    """
+
+    def __init__(
+        self,
+        memory: LocalCPUBackend,
+        tiers: Sequence[Backend],
+        max_queue_bytes: int,
+        events: Events,
+    ) -> None:
+        self.memory = memory
+        self._tiers = list(tiers)
+        self._events = events
+        self._writes = WorkQueue("lmcache-ec-write", 1, max_queue_bytes)
+        self._reads = WorkQueue("lmcache-ec-read", FETCH_THREADS, 1 << 62)
+        self._fetches: dict[bytes, Fetch] = {}
+        self._fetches_lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there is any tier below memory."""
+        return bool(self._tiers)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes waiting to be written down."""
+        return self._writes.pending_bytes
+
+    # ------------------------------------------------------------------ reading
+
+    def contains(self, key: CacheEngineKey) -> bool:
+        """Whether some tier has the entry now. Asks the tiers below, so it may block for I/O."""
+        for tier in (self.memory, *self._tiers):
+            try:
+                if tier.contains(key):
+                    return True
+            except BackendError as error:
+                self._failed(getattr(tier, "name", "memory"), error)
+        return False
+
+    def lease(self, key: CacheEngineKey, tier: str = "memory") -> Lease | None:
+        """Lease the entry if memory has it. Tens of microseconds, no I/O.
+
+        ``tier`` is the tier that the hit is counted for.
+        """
+        try:
+            lease = self.memory.lease(key)
+        except BackendError as error:
+            self._failed("memory", error)
+            return None
+        if lease is not None:
+            self._events.count("hits", tier)
+            self._events.count("bytes_read", tier, lease.tensor.nbytes)
+        return lease
+
+    def prefetch(self, key: CacheEngineKey) -> Fetch:
+        """Bring the entry into memory in the background. Never blocks."""
+        with self._fetches_lock:
+            fetch = self._fetches.get(key.digest)
+            if fetch is None:
+                fetch = Fetch(self, key)
+                if self._reads.submit(lambda: self._run_fetch(fetch), 0):
+                    self._fetches[key.digest] = fetch
+                else:
+                    fetch._finished.set()  # noqa: SLF001 - one thing in two classes
+            fetch._wanted += 1  # noqa: SLF001
+            return fetch
+
+    def drop_fetch(self, fetch: Fetch) -> None:
+        """One of those who want it wants it no more; called by :meth:`Fetch.drop`."""
+        with self._fetches_lock:
+            fetch._wanted -= 1  # noqa: SLF001
+            if fetch._wanted == 0 and fetch.done() and fetch._lease:  # noqa: SLF001
+                fetch._lease.release()  # noqa: SLF001
+
+    def _run_fetch(self, fetch: Fetch) -> None:
+        lease, tier = None, ""
+        try:
+            lease, tier = self._fetch(fetch.key)
+        finally:
+            with self._fetches_lock:
+                self._fetches.pop(fetch.key.digest, None)
+                fetch._lease, fetch._tier = lease, tier  # noqa: SLF001
+                fetch._finished.set()  # noqa: SLF001
+                if fetch._wanted == 0 and lease:  # noqa: SLF001
+                    lease.release()
+
+    def _fetch(self, key: CacheEngineKey) -> tuple[Lease | None, str]:
+        """The entry from the first tier that has it, and that tier's name."""
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while not self._closed:
+            try:
+                if lease := self.memory.lease(key):
+                    return lease, "memory"
+            except BackendError as error:
+                self._failed("memory", error)
+                return None, ""
+            refusal = None
+            for number, tier in enumerate(self._tiers):
+                found = self._read(tier, key)
+                if isinstance(found, Lease):
+                    self._write_down(key, self._tiers[:number])
+                    return found, tier.name
+                refusal = refusal or found
+            if refusal not in (Refusal.BUSY, Refusal.EXISTS) or time.monotonic() > deadline:
+                return None, ""
+            if refusal is Refusal.BUSY:
+                time.sleep(0.001)  # another process is bringing it
+        return None, ""
+
+    def _read(self, tier: Backend, key: CacheEngineKey) -> Lease | Refusal | None:
+        """Read the entry from one tier into memory and verify it; None when it is not there."""
+        reservation: Reservation | None = None
+        refusal: Refusal | None = None
+
+        def allocate(nbytes: int) -> memoryview | None:
+            nonlocal reservation, refusal
+            answer = self.memory.reserve(key, nbytes)
+            if isinstance(answer, Refusal):
+                refusal = answer
+                return None
+            reservation = answer
+            return memoryview(reservation.buffer.numpy())[:nbytes]
+
+        began = time.monotonic()
+        lease = None
+        try:
+            view = tier.get(key, allocate)
+            if view is not None and reservation is not None:
+                info = entry.parse(view, key)
+                entry.verify(view, info)
+                lease = reservation.commit(info.payload_offset, info.shape)
+        except CorruptEntryError as error:
+            logger.warning("lmcache-ec: removed a corrupt entry from %s: %s", tier.name, error)
+            self._events.count("corruptions", tier.name)
+            self._delete(tier, key)
+        except BackendError as error:
+            self._failed(tier.name, error)
+        finally:
+            if lease is None and reservation is not None:
+                reservation.abort()
+        if lease is not None:
+            self._events.count("read_seconds", tier.name, time.monotonic() - began)
+        return lease or refusal
+
+    def _delete(self, tier: Backend, key: CacheEngineKey) -> None:
+        try:
+            tier.delete(key)
+        except BackendError as error:
+            self._failed(tier.name, error)
+
+    # ------------------------------------------------------------------ writing
+
+    def put(self, key: CacheEngineKey, tensor: torch.Tensor) -> bool:
+        """Copy a tensor into memory and queue it for the tiers below.
+
+        One copy, which casts to the key's dtype and brings it to the host. True when the entry is
+        or will be there, whoever wrote it; False when memory has no room for it now.
+        """
+        began = time.monotonic()
+        nbytes = tensor.numel() * getattr(torch, key.dtype).itemsize
+        try:
+            answer = self.memory.reserve(key, nbytes)
+            if isinstance(answer, Refusal):
+                if answer is Refusal.FULL:
+                    self._events.count("drops", "memory_full")
+                    return False
+                self._write_down(key, self._tiers)
+                return True
+            try:
+                _copy(answer.tensor(0, tuple(tensor.shape)), tensor)
+            except BaseException:
+                answer.abort()
+                raise
+            lease = answer.commit(0, tuple(tensor.shape))
+        except BackendError as error:
+            self._failed("memory", error)
+            return False
+        self._events.count("bytes_written", "memory", nbytes)
+        self._events.count("write_seconds", "memory", time.monotonic() - began)
+        self._write_down(key, self._tiers)
+        lease.release()
+        return True
+
+    def _write_down(self, key: CacheEngineKey, tiers: Sequence[Backend]) -> None:
+        """Queue the entry, which memory has, for these tiers."""
+        if not tiers:
+            return
+        try:
+            lease = self.memory.lease(key)
+        except BackendError as error:
+            self._failed("memory", error)
+            return
+        if lease is None:  # being written by another process, which writes it down
+            return
+        if not self._writes.submit(lambda: self._write(lease, tiers), lease.tensor.nbytes):
+            self._events.count("drops", "write_queue_full")
+            lease.release()
+
+    def _write(self, lease: Lease, tiers: Sequence[Backend]) -> None:
+        try:
+            payload = memoryview(lease.buffer.numpy())[lease.payload_offset :]
+            header = entry.build_header(
+                lease.key,
+                lease.tensor.shape,
+                lease.key.dtype,
+                entry.checksum(payload),
+                int(time.time()),
+            )
+            for tier in tiers:
+                began = time.monotonic()
+                try:
+                    tier.put(lease.key, [memoryview(header), payload])
+                except BackendError as error:
+                    self._failed(tier.name, error)
+                    self._events.count("drops", f"{tier.name}_failed")
+                else:
+                    self._events.count("bytes_written", tier.name, len(payload))
+                    self._events.count("write_seconds", tier.name, time.monotonic() - began)
+        finally:
+            lease.release()
+
+    def _failed(self, tier: str, error: BackendError) -> None:
+        logger.debug("%s tier: %s", tier, error)
+        self._events.count("errors", tier)
+
+    # ------------------------------------------------------------------ the end
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was put is in the tiers below; False on time-out."""
+        return self._writes.flush(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Write down what is queued, at most for ``timeout_s``, and leave every tier."""
+        self._closed = True
+        self._writes.close(timeout_s)
+        self._reads.close(timeout_s)
+        for tier in self._tiers:
+            tier.close()
+        self.memory.close()
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy and cast; one plain memory copy where that is all.
+
+    ``copy_`` on CPU would start a team of threads for each thread that calls it, and puts come
+    from background threads while a model computes.
+    """
+    if source.device.type == "cpu" and source.dtype == target.dtype and source.is_contiguous():
+        np.copyto(_bytes(target), _bytes(source))
+    else:
+        target.copy_(source)
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    return tensor.view(-1).view(torch.uint8).numpy()
