@@ -37,12 +37,14 @@ class Events:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.version = 0  # grows with every count
 
     def count(self, name: str, label: str, amount: float = 1) -> None:
         """Add ``amount`` to a counter of ``COUNTERS``."""
         assert name in COUNTERS, name
         with self._lock:
             self._values[name, label] += amount
+            self.version += 1
 
     def value(self, name: str, label: str) -> float:
         """Current value of one counter, 0 if it never counted."""

@@ -80,11 +80,13 @@ _MASK = (1 << 128) - 1
 def fingerprint(model: str, *, commit: str | None, load_format: str, epoch: str) -> str:
     """Name the content of a model's encoder. May read the whole encoder from disk, once.
 
+    The operator's epoch counts elsewhere; here it only stands in for weights that cannot be seen.
+
     Args:
         model: Directory, or name on the hub.
         commit: Commit that the hub resolved ``model`` to, if it did.
         load_format: vLLM's ``--load-format``.
-        epoch: The operator's own version; if set, it alone stands for the weights.
+        epoch: The operator's own version, or "".
 
     Returns:
         "epoch-only", "hub:<commit>" or "xxh3:<32 hex digits>"; after "dummy:" if the weights are
@@ -93,8 +95,15 @@ def fingerprint(model: str, *, commit: str | None, load_format: str, epoch: str)
     Raises:
         ConfigError: The weights cannot be found or read, and ``epoch`` is not set.
     """
-    if epoch:
+    try:
+        return _seen(model, commit, load_format)
+    except ConfigError:
+        if not epoch:
+            raise
         return EPOCH_ONLY
+
+
+def _seen(model: str, commit: str | None, load_format: str) -> str:
     if load_format == "dummy":
         return f"dummy:{config_fingerprint(model, commit=commit)}"
     if load_format not in _FILE_FORMATS:
@@ -234,7 +243,7 @@ def _digest(file: BinaryIO, start: int, length: int, names: list[object]) -> int
 
 def _identity(status: os.stat_result) -> list[int]:
     # The change time too: copying a file onto another can keep its size, time and inode.
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino]
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 class _Memo:

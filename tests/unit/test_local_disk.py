@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,12 +25,11 @@ from lmcache_ec.key import CacheEngineKey, ECMetadata, Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 NAMESPACE = Namespace(ECMetadata("m"), "bfloat16")
 SPAWN = multiprocessing.get_context("spawn")
 KIB = 1024
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to change owners or mount")
 
 
 def key(number: int) -> CacheEngineKey:
@@ -48,7 +46,7 @@ def make(path: Path, capacity_bytes: int = 1024 * KIB) -> LocalDiskBackend:
 
 def put(backend: LocalDiskBackend, number: int, size: int = KIB) -> None:
     data = memoryview(content(number, size))
-    backend.put(key(number), [data[: size // 3], data[size // 3 :]])
+    backend.put(key(number), [data[:0], data[: size // 3], data[size // 3 :], data[:0]])
 
 
 def get(backend: LocalDiskBackend, number: int) -> bytes | None:
@@ -85,9 +83,6 @@ def run(target: Any, *args: object) -> Any:
     return process
 
 
-# ---- The five verbs
-
-
 def test_what_was_put_is_read(tmp_path: Path) -> None:
     backend = make(tmp_path / "a" / "b")
     assert not backend.contains(key(1))
@@ -117,14 +112,6 @@ def test_only_the_user_may_look(tmp_path: Path) -> None:
         assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_many_parts_and_empty_ones(tmp_path: Path) -> None:
-    backend = make(tmp_path)
-    data = content(1, 40 * KIB)
-    parts = [memoryview(data[i : i + 1000]) for i in range(0, len(data), 1000)]
-    backend.put(key(1), [memoryview(b""), *parts, memoryview(b"")])
-    assert get(backend, 1) == data
-
-
 def test_caller_may_have_no_room(tmp_path: Path) -> None:
     backend = make(tmp_path)
     put(backend, 1)
@@ -152,7 +139,10 @@ def test_open_file_survives_eviction(tmp_path: Path) -> None:
         backend.delete(key(1))
         return memoryview(bytearray(size))
 
-    assert backend.get(key(1), allocate) == content(1)
+    view = backend.get(key(1), allocate)
+    assert view is not None
+    assert bytes(view) == content(1)
+    assert not backend.contains(key(1))
 
 
 def test_file_that_shrinks_is_corrupt(tmp_path: Path) -> None:
@@ -168,9 +158,6 @@ def test_file_that_shrinks_is_corrupt(tmp_path: Path) -> None:
     os.truncate(file_of(tmp_path, 1), 0)
     with pytest.raises(CorruptEntryError, match="empty"):
         get(backend, 1)
-
-
-# ---- The budget
 
 
 def test_least_recently_used_go_first(tmp_path: Path) -> None:
@@ -202,15 +189,9 @@ def test_restart_finds_and_counts_everything(tmp_path: Path) -> None:
     for number in range(20):
         put(make(tmp_path, 10 * KIB), number)
         assert sum(file.stat().st_size for file in files(tmp_path)) <= 10 * KIB
-    process = run(_expect, tmp_path, 19)
-    process.join()
-    assert process.exitcode == 0
+    assert get(make(tmp_path), 19) == content(19)
     put(make(tmp_path, 5 * KIB), 20)
     assert len(files(tmp_path)) <= 5
-
-
-def _expect(path: Path, number: int) -> None:
-    assert get(make(path), number) == content(number)
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "-0000000000000000001\n", "9" * 400])
@@ -250,9 +231,6 @@ def test_things_of_others_are_neither_counted_nor_removed(tmp_path: Path) -> Non
     assert used(tmp_path) == 3 * KIB
 
 
-# ---- Threads and processes
-
-
 def test_threads_share_one_backend(tmp_path: Path) -> None:
     backend = make(tmp_path, 20 * KIB)
     failures: list[BaseException] = []
@@ -290,7 +268,7 @@ def _use_path(path: Path, seed: int, rounds: int) -> None:
 
 def test_processes_share_one_budget_and_survive_kills(tmp_path: Path) -> None:
     put(make(tmp_path, 20 * KIB), 0, KIB)
-    workers = [run(_use_path, tmp_path, seed, 500) for seed in range(2)]
+    workers = [run(_use_path, tmp_path, seed, 150) for seed in range(2)]
     victims = [run(_use_path, tmp_path, 2, 1_000_000)]
     watched = 0
     while any(worker.is_alive() for worker in workers):
@@ -298,14 +276,14 @@ def test_processes_share_one_budget_and_survive_kills(tmp_path: Path) -> None:
             assert total <= 20 * KIB
             assert total <= used(tmp_path)
         watched += 1
-        if watched % 50 == 0 and len(victims) < 4:
+        if watched % 20 == 0 and len(victims) < 4:
             victims[-1].kill()
             victims.append(run(_use_path, tmp_path, 2, 1_000_000))
     for victim in victims:
         victim.kill()
         victim.join()
     assert [worker.exitcode for worker in workers] == [0, 0]
-    assert watched > 50
+    assert len(victims) == 4
     put(make(tmp_path, 20 * KIB), 99)
     assert not [file for file in files(tmp_path) if file.suffix == ".tmp"]
     with frozen(tmp_path) as total:
@@ -318,23 +296,24 @@ def test_killed_at_every_line(tmp_path: Path) -> None:
     assert process.exitcode == 0
 
 
-def _kill_at_every_line(path: Path) -> None:
+def _kill_at_every_line(parent: Path) -> None:
     """Fork, kill the child at its n-th line of a put that evicts, check, for every n."""
     capacity = 3 * KIB
-    killed = 0
-    for number in itertools.count():
+    number = 0
+    for killed in itertools.count():
+        path = parent / str(killed)
         before = make(path, capacity)
         for filler in range(-3, 0):
             put(before, filler)
         child = os.fork()
         if child == 0:
-            _trap(number)
+            _trap(killed)
             put(make(path, capacity), number)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         total = sum(file.stat().st_size for file in files(path))
         assert total <= capacity
-        assert total <= used(path), f"the counter is too small after line {number}"
+        assert total <= used(path), f"the counter is too small after line {killed}"
         after = make(path, capacity)
         assert get(after, number) in (None, content(number))
         put(after, number)
@@ -344,12 +323,11 @@ def _kill_at_every_line(path: Path) -> None:
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0
             break
-        killed += 1
     assert killed > 100, "the lines of reserve, evict, write and rename"
 
 
 def _trap(lines: int) -> None:
-    """Kill this process before it runs one line more than ``lines`` of the backend."""
+    """Kill this process when it has run ``lines`` lines of the backend."""
     left = lines
 
     def trace(frame: Any, event: str, _: object) -> Any:
@@ -387,37 +365,31 @@ def test_lock_held_for_ever_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     put(backend, 1)
     monkeypatch.setattr(local_disk, "LOCK_TIMEOUT_S", 0.01)
     with frozen(tmp_path):
-        for verb in (lambda: put(backend, 2), lambda: backend.delete(key(1))):
-            with pytest.raises(BackendError, match="locked"):
-                verb()
+        with pytest.raises(BackendError, match="locked"):
+            put(backend, 2)
+        with pytest.raises(BackendError, match="locked"):
+            backend.delete(key(1))
         assert get(backend, 1) == content(1)
     put(backend, 2)
 
 
-# ---- Unsafe directories and foreign things
-
-
 @pytest.mark.parametrize("inner", ["", "ec"])
-@pytest.mark.parametrize("mode", [0o770, 0o702])
-def test_directory_writable_by_others(tmp_path: Path, inner: str, mode: int) -> None:
+@pytest.mark.parametrize("problem", ["mode 0770", "mode 0702", "user 12345"])
+def test_directory_that_others_may_write(tmp_path: Path, inner: str, problem: str) -> None:
     path = tmp_path / "c"
     (path / "ec").mkdir(parents=True)
     backend = make(path)
-    (path / inner).chmod(mode)
-    with pytest.raises(ConfigError, match=f"{mode:04o}.*chmod go-w"):
+    if problem.startswith("mode"):
+        (path / inner).chmod(int(problem[-3:], 8))
+    elif os.geteuid() == 0:
+        os.chown(path / inner, 12345, -1)
+    else:
+        pytest.skip("needs root to change owners")
+    with pytest.raises(ConfigError, match=rf"{problem}.*(chmod go-w|chown)"):
         make(path)
-    with pytest.raises(BackendError, match="chmod go-w"):
+    with pytest.raises(BackendError, match=problem):
         put(backend, 1)
     assert not files(path)
-
-
-@as_root
-@pytest.mark.parametrize("inner", ["", "ec"])
-def test_directory_of_another_user(tmp_path: Path, inner: str) -> None:
-    (tmp_path / "c" / "ec").mkdir(parents=True, mode=0o700)
-    os.chown(tmp_path / "c" / inner, 12345, -1)
-    with pytest.raises(ConfigError, match="belongs to user 12345.*chown"):
-        make(tmp_path / "c")
 
 
 def test_directory_that_is_none(tmp_path: Path) -> None:
@@ -482,9 +454,6 @@ def test_directory_that_vanishes(tmp_path: Path) -> None:
     put(backend, 2)
     assert get(backend, 2) == content(2)
     assert used(tmp_path / "c") == KIB
-
-
-# ---- Outages
 
 
 @pytest.fixture

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     ModelDir = Callable[[str], Path]
 
+# torch and vLLM use deprecated parts of torch.
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
 BLAKE3 = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
 
 
@@ -55,7 +58,7 @@ def connector(role: str) -> Any:
 
 def test_what_changes_the_output_changes_the_identity(model_dir: ModelDir) -> None:
     model = model_dir("qwen2_vl")
-    changed = [
+    changed: list[dict[str, object]] = [
         {},
         {"mm_processor_kwargs": {"max_pixels": 3136}},
         {"mm_processor_kwargs": {"images_kwargs": {"max_pixels": 3136}}},
@@ -88,7 +91,7 @@ def test_new_weights_under_the_old_path(model_dir: ModelDir) -> None:
     before = metadata_from_vllm(config, epoch="")
     shard = model / "model.safetensors"
     content = shard.read_bytes()
-    (length,) = (int.from_bytes(content[:8], "little"),)
+    length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     changed = bytearray(content)
     changed[8 + length + header["visual.patch_embed.proj.weight"]["data_offsets"][0]] ^= 1
@@ -134,7 +137,14 @@ def test_an_override_without_a_name_needs_an_epoch(model_dir: ModelDir) -> None:
     config = engine_config(model_dir("qwen2_vl"), hf_overrides=override)
     with pytest.raises(ConfigError, match=r"hf_overrides.*override.*epoch"):
         metadata_from_vllm(config, epoch="")
-    assert metadata_from_vllm(config, epoch="v1").weights == "epoch-only"
+    assert metadata_from_vllm(config, epoch="v1").weights.startswith("xxh3:")
+
+
+def test_an_encoder_from_a_second_repository_needs_an_epoch(model_dir: ModelDir) -> None:
+    config = engine_config(model_dir("qwen2_vl"), hf_overrides={"audio_model_id": "org/whisper"})
+    with pytest.raises(ConfigError, match=r"org/whisper.*epoch"):
+        metadata_from_vllm(config, epoch="")
+    assert metadata_from_vllm(config, epoch="v1").weights.startswith("xxh3:")
 
 
 def test_an_option_without_a_text_is_named(model_dir: ModelDir) -> None:

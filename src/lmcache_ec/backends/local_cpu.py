@@ -95,6 +95,12 @@ class Lease:
         self._backend = backend
         self._held = True
 
+    def share(self) -> Lease:
+        """Another lease on the same entry, with a life of its own. A dict look-up."""
+        lease = self._backend.lease(self.key)
+        assert lease is not None, "this lease is held"
+        return lease
+
     def release(self) -> None:
         """Let the entry be evicted again. Idempotent for one thread."""
         if self._held:

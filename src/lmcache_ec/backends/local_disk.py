@@ -103,6 +103,8 @@ class LocalDiskBackend:
         path = self._entry_path(key)
         try:
             file = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
+        except FileNotFoundError:
+            return None
         except OSError as error:
             # A link, a socket or another user's file is nothing of ours, like a missing one.
             if not self.contains(key):
@@ -380,10 +382,12 @@ def _is_kept(path: Path) -> bool:
     Raises:
         BackendError: Something else has its name.
     """
-    if _own_file(path) is None:
-        if os.path.lexists(path):
-            raise BackendError(f"{path} is not a file of this user; move it away")
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
         return False
+    if not _is_own(found):
+        raise BackendError(f"{path} is not a file of this user; move it away")
     with contextlib.suppress(OSError):  # removed meanwhile, or a read-only file system
         os.utime(path, follow_symlinks=False)
     return True

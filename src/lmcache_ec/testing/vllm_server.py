@@ -1,8 +1,7 @@
 """Real vLLM for tests and the demo: an API server in its own processes, an engine in this one.
 
 Both run small models on a CPU with the same engine options, so that their answers can be
-compared token by token. Whether the encoder ran is what vLLM itself counts around its calls of
-the model's encoder.
+compared token by token. Whether the encoder ran is counted around the model's own encoder call.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _ENGINE_OPTIONS: dict[str, Any] = {
     "max_model_len": 4096,
     "max_num_seqs": 4,
     "kv_cache_memory_bytes": 32 << 20,
-    "enable_mm_processor_stats": True,  # counts the calls of the encoder
+    "worker_extension_cls": "lmcache_ec.testing.encoder_watch.EncoderWatch",
 }
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -176,6 +175,7 @@ class VLLMServer:
             )
         try:
             self._wait_until_healthy()
+            self.post("/collective_rpc", {"method": "watch_encoder"})
         except BaseException:
             self.kill()
             raise
@@ -253,13 +253,10 @@ class VLLMServer:
         for reset in _RESETS:
             self.post(f"/{reset}")
 
-    def encoder_calls(self) -> int:
-        """How often requests had the encoder run since this was last asked, on rank 0.
-
-        A request whose inputs were encoded in one batch counts once.
-        """
-        answer = self.post("/collective_rpc", {"method": "get_encoder_timing_stats"})
-        return _count_encoder_calls(answer["results"])
+    def encoded_items(self) -> int:
+        """How many inputs the encoder of rank 0 computed since this was last asked."""
+        answer = self.post("/collective_rpc", {"method": "take_encoded_items"})
+        return int(answer["results"][0]["items"])
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples on ``/metrics`` that carry these labels, 0 if there is none."""
@@ -374,9 +371,9 @@ class InProcessLLM:
         self.llm.llm_engine.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def encoder_calls(self) -> int:
-        """As :meth:`VLLMServer.encoder_calls`."""
-        return _count_encoder_calls(self.llm.collective_rpc("get_encoder_timing_stats"))
+    def encoded_items(self) -> int:
+        """How many inputs the encoder of rank 0 computed since this was last asked."""
+        return int(self.llm.collective_rpc("take_encoded_items")[0]["items"])
 
 
 @contextlib.contextmanager
@@ -421,6 +418,7 @@ def in_process_llm(
         llm = None
         try:
             llm = LLM(**settings)
+            llm.collective_rpc("watch_encoder")
             yield InProcessLLM(llm)
         finally:
             if llm is not None:
@@ -455,11 +453,6 @@ def _stream_events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any
             raise RequestFailedError("the stream", response.status, data.decode())
         yield event
     raise RequestFailedError("the stream", response.status, "it ended without its end mark")
-
-
-def _count_encoder_calls(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> int:
-    """Sum of vLLM's counts of one rank, by request; every rank runs the same encoder calls."""
-    return sum(int(request["num_encoder_calls"]) for request in ranks[0].values())
 
 
 def _free_port() -> int:

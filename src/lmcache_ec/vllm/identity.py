@@ -36,6 +36,7 @@ _NEEDED_HOOKS = (
     "update_state_after_free",
 )
 _DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")  # blake3 or sha256; sha512
+_COUNTER = re.compile(r"renderer\d+-mm-\d+-.*", re.DOTALL)
 
 
 def metadata_from_vllm(vllm_config: VllmConfig, epoch: str) -> ECMetadata:
@@ -49,10 +50,16 @@ def metadata_from_vllm(vllm_config: VllmConfig, epoch: str) -> ECMetadata:
         The same in every process and on every host that computes the same encoder outputs.
 
     Raises:
-        ConfigError: The weights cannot be identified, or an option has a value without a
-            canonical text, and ``epoch`` is not set.
+        ConfigError: The model cannot be told from a newer one and ``epoch`` is not set, or an
+            option has a value without a canonical text.
     """
     model = vllm_config.model_config
+    # Ultravox is the one model whose encoder may come from a second repository, at no fixed commit.
+    if (encoder := getattr(model.hf_config, "audio_model_id", None)) and not epoch:
+        raise ConfigError(
+            f"model {model.model!r} takes its encoder from {encoder!r}, at whatever commit is "
+            f"newest; {EPOCH_REMEDY}"
+        )
     commit = _commit(model.revision)
     name = model.model_weights or model.model
     return ECMetadata(
@@ -82,6 +89,11 @@ def is_content_addressed(identifier: str) -> bool:
     cannot be told from a digest of the media: vLLM hands connectors nothing else to go by.
     """
     return _DIGEST.fullmatch(identifier) is not None
+
+
+def is_counter(identifier: str) -> bool:
+    """Whether an identifier is one that vLLM counts up in each process, when it hashes nothing."""
+    return _COUNTER.fullmatch(identifier) is not None
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
@@ -144,6 +156,7 @@ def _output_format(vllm_config: VllmConfig, epoch: str) -> str:
         "vllm": ".".join(str(part) for part in vllm.__version_tuple__[:3]),
         "transformers": transformers.__version__,  # its processors prepare the encoder's input
         "architecture": model.architecture,
+        "code_revision": model.code_revision,
         "model_class_overrides": model.model_class_overrides,
         "hf_overrides": _hf_overrides(model, epoch),
         "hf_config": _foreign_config(model, epoch),
@@ -198,10 +211,15 @@ def _hf_overrides(model: ModelConfig, epoch: str) -> object:
 
 def _foreign_config(model: ModelConfig, epoch: str) -> str | None:
     """Fingerprint of ``--hf-config-path``, if the configuration is not the model's own."""
-    if not model.hf_config_path or model.hf_config_path == model.model or epoch:
+    if not model.hf_config_path or model.hf_config_path == model.model:
         return None
     commit = _commit(getattr(model, "_hf_config_revision", None))
-    return config_fingerprint(model.hf_config_path, commit=commit)
+    try:
+        return config_fingerprint(model.hf_config_path, commit=commit)
+    except ConfigError:
+        if not epoch:
+            raise
+        return None
 
 
 def _without_device(options: Mapping[str, object]) -> dict[str, object]:

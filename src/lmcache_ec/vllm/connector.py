@@ -1,0 +1,289 @@
+"""``LMCacheECConnector``: vLLM's interface, split into a scheduler half and a worker half.
+
+vLLM makes one object of this class in the scheduler's process and one in each worker, and ends
+the engine when a hook raises. So the hooks of the scheduler are guarded here, once: a fault of
+ours becomes a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
+
+from lmcache_ec.backends.index import CachePolicy
+from lmcache_ec.backends.local_cpu import LocalCPUBackend
+from lmcache_ec.config import ECEngineConfig, load_ec_engine_config
+from lmcache_ec.engine import ECCacheEngine
+from lmcache_ec.errors import BackendError
+from lmcache_ec.events import Events
+from lmcache_ec.vllm.identity import encoder_dtype, metadata_from_vllm, refuse_unsupported
+from lmcache_ec.vllm.metrics import ECPromMetrics, ECStats, StatsSource
+from lmcache_ec.vllm.plan import ECPlan, WorkerReport
+from lmcache_ec.vllm.scheduler import SchedulerHalf
+from lmcache_ec.vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ECConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _guarded(
+    fallback: Callable[[], _R],
+) -> Callable[
+    [Callable[Concatenate[LMCacheECConnector, _P], _R]],
+    Callable[Concatenate[LMCacheECConnector, _P], _R],
+]:
+    """Answer ``fallback()`` in place of raising: the outermost frame of ours under vLLM."""
+
+    def wrap(
+        hook: Callable[Concatenate[LMCacheECConnector, _P], _R],
+    ) -> Callable[Concatenate[LMCacheECConnector, _P], _R]:
+        @functools.wraps(hook)
+        def guarded(self: LMCacheECConnector, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception:
+                logger.exception("lmcache-ec: %s failed; going on without it", hook.__name__)
+                return fallback()
+
+        return guarded
+
+    return wrap
+
+
+class LMCacheECConnector(ECConnectorBase):
+    """Keeps encoder outputs in memory and on disk, across processes, restarts and servers.
+
+    Raises:
+        ConfigError: At start, when the server or a setting cannot work; names the remedy.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        _log_as_vllm()
+        refuse_unsupported(vllm_config)
+        config = load_ec_engine_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        try:
+            if role is ECConnectorRole.SCHEDULER:
+                self._scheduler = self._make_scheduler(vllm_config, config)
+                self._stats = StatsSource(self._scheduler.engine.events)
+            else:
+                self._worker = self._make_worker(vllm_config, config)
+        except BackendError as error:
+            logger.error("lmcache-ec: nothing is cached by this process: %s", error)  # noqa: TRY400
+
+    def _make_scheduler(self, vllm_config: VllmConfig, config: ECEngineConfig) -> SchedulerHalf:
+        engine = ECCacheEngine(
+            config, metadata_from_vllm(vllm_config, config.epoch), encoder_dtype(vllm_config)
+        )
+        absent = _labels(vllm_config) - engine.memory.arena.announced()
+        if absent:
+            logger.error(
+                "lmcache-ec: %d of %d workers do not share the memory tier at %s with the "
+                "scheduler, so nothing can be loaded; run all tensor-parallel workers on one host, "
+                "as one user, with one /dev/shm",
+                len(absent), len(_labels(vllm_config)), engine.memory.arena.directory,
+            )  # fmt: skip
+        widths = dict(vllm_config.ec_transfer_config.mm_encoder_output_widths)
+        metadata_fields = PlaceholderMetadataResolver(vllm_config.model_config).fields_for
+        for modality in widths:
+            metadata_fields(modality)  # slow the first time: now rather than in a request
+        logger.info(
+            "lmcache-ec: memory tier of %d MiB at %s, %s, namespace %s",
+            len(engine.memory.arena.bytes) >> 20, engine.memory.arena.directory,
+            f"disk tier of {config.max_local_disk_bytes >> 20} MiB at {config.local_disk}"
+            if config.local_disk else "no disk tier",
+            engine.namespace.digest.hex()[:16],
+        )  # fmt: skip
+        return SchedulerHalf(
+            engine,
+            may_load=self.is_consumer and not absent,
+            may_save=self.is_producer,
+            widths=widths,
+            metadata_fields=metadata_fields,
+        )
+
+    def _make_worker(self, vllm_config: VllmConfig, config: ECEngineConfig) -> WorkerHalf:
+        from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+        from vllm.platforms import current_platform
+
+        rank = get_tensor_model_parallel_rank()
+        first_stage = get_pp_group().is_first_rank
+        events = Events()
+        engine = None
+        if self.is_producer and rank == 0 and first_stage:
+            # Every rank computes the same output, so one saves.
+            engine = ECCacheEngine(
+                config,
+                metadata_from_vllm(vllm_config, config.epoch),
+                encoder_dtype(vllm_config),
+                events,
+            )
+        memory = LocalCPUBackend(
+            Path(config.shm_path),
+            config.max_local_cpu_bytes,
+            CachePolicy(config.cache_policy),
+            events,
+        )
+        if first_stage:
+            memory.arena.announce(_label(vllm_config, rank))
+        # A bare "cuda" would be device 0 on every rank.
+        device = torch.device(current_platform.device_type)
+        if current_platform.is_cuda_alike():
+            device = torch.device(device.type, torch.cuda.current_device())
+        return WorkerHalf(
+            memory, encoder_dtype(vllm_config), device, engine, config.max_queue_bytes, events
+        )
+
+    # ------------------------------------------------------------------ scheduler side
+
+    @_guarded(lambda: True)
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        """Lease what the request needs; False defers it. See :class:`SchedulerHalf`."""
+        if self._scheduler is None or not request.mm_features:
+            return True
+        return self._scheduler.ensure_cache_available(request, num_computed_tokens)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether the item is leased by a request."""
+        return self._scheduler is not None and self._scheduler.has_cache_item(identifier)
+
+    @_guarded(set)
+    def take_unavailable_requests(self) -> set[str]:
+        """Requests that can never run."""
+        return set() if self._scheduler is None else self._scheduler.take_unavailable_requests()
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        """Plan the load of a promised item, or the save of one that is computed."""
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_alloc(request, index)
+
+    @_guarded(lambda: None)
+    def update_state_after_free(self, request: Request, index: int) -> None:
+        """Release the request's lease on the item."""
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_free(request, index)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECPlan:
+        """The plan of this step."""
+        if self._scheduler is None:
+            return ECPlan(0)
+        return self._scheduler.build_connector_meta(scheduler_output.free_encoder_mm_hashes)
+
+    @_guarded(lambda: None)
+    def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
+        """Release what the workers have loaded."""
+        report = connector_output.ec_connector_worker_meta
+        if self._scheduler is not None and isinstance(report, WorkerReport):
+            self._scheduler.update_connector_output(report)
+
+    @_guarded(lambda: (False, None))
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Release all that the request holds."""
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request)
+        return False, None
+
+    # ------------------------------------------------------------------ worker side
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **_: object) -> None:
+        """Copy promised tensors into vLLM's dict."""
+        if self._worker is not None:
+            self._worker.start_load_caches(self._plan(), encoder_cache)
+
+    @_guarded(lambda: None)
+    def save_caches(
+        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: object
+    ) -> None:
+        """Queue a computed tensor for keeping."""
+        if self._worker is not None and self._connector_metadata is not None:
+            self._worker.save_caches(self._plan(), encoder_cache, mm_hash)
+
+    @_guarded(lambda: None)
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Tell the scheduler half what was loaded and counted."""
+        return None if self._worker is None else self._worker.report()
+
+    def _plan(self) -> ECPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, ECPlan)
+        return plan
+
+    # ------------------------------------------------------------------ both
+
+    @_guarded(lambda: None)
+    def get_ec_connector_stats(self) -> ECStats | None:
+        """What has counted since the last time, on the scheduler's side."""
+        if self._scheduler is None or not self._stats.changed():
+            return None
+        engine = self._scheduler.engine
+        usage = engine.memory.usage()
+        return ECStats(
+            {
+                **self._stats.increments(),
+                "memory_bytes": usage.used,
+                "memory_pinned_bytes": usage.pinned,
+                "memory_entries": usage.entries,
+                "queue_bytes": engine.pending_bytes,
+            }
+        )
+
+    @_guarded(lambda: None)
+    def shutdown(self) -> None:
+        """Write down what is queued and leave the tiers."""
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.shutdown()
+        self._scheduler = self._worker = None
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ECStats:
+        """Stats of this connector from their plain form."""
+        return ECStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ECPromMetrics:
+        """The connector's metrics for the API server's page."""
+        return ECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _label(vllm_config: VllmConfig, rank: int) -> str:
+    """Names one tensor-parallel rank of one engine among the holders of the arena."""
+    engine_id = vllm_config.ec_transfer_config.engine_id
+    return f"{engine_id}/{vllm_config.parallel_config.data_parallel_rank}/{rank}"
+
+
+def _labels(vllm_config: VllmConfig) -> set[str]:
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return {_label(vllm_config, rank) for rank in range(ranks)}
+
+
+def _log_as_vllm() -> None:
+    """Show this package's log lines where vLLM shows its own; vLLM sets up no other logger."""
+    ours, theirs = logging.getLogger("lmcache_ec"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = theirs.handlers
+        ours.setLevel(theirs.level)
+        ours.propagate = False

@@ -1,0 +1,47 @@
+"""What the scheduler half and the worker halves tell each other, once for each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorMetadata,
+    ECConnectorWorkerMetadata,
+)
+
+from lmcache_ec.backends.local_cpu import Extent
+
+
+@dataclass(frozen=True)
+class ECPlan(ECConnectorMetadata):
+    """Scheduler to workers: what to load and what may be saved in one step.
+
+    Attributes:
+        step: Number of the plan, counted by the scheduler half.
+        loads: Identifiers and where in the arena their tensors lie. The scheduler half holds a
+            lease on each until every worker has reported this step.
+        saves: Identifiers computed in this step that are to be kept.
+    """
+
+    step: int
+    loads: tuple[tuple[str, Extent], ...] = ()
+    saves: frozenset[str] = frozenset()
+
+
+@dataclass
+class WorkerReport(ECConnectorWorkerMetadata):
+    """Workers to scheduler: how far loading has come, and what the workers counted.
+
+    Attributes:
+        step: Every load of plans up to this one has been copied out of the arena.
+        counts: Increments of the workers' counters by name and label.
+    """
+
+    step: int
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def aggregate(self, other: ECConnectorWorkerMetadata) -> WorkerReport:
+        """One report for both: the slower one's step."""
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(min(self.step, other.step), self.counts + other.counts)

@@ -1,0 +1,272 @@
+"""The scheduler half: what may be promised, and for how long it stays.
+
+vLLM kills the engine when a promised tensor is absent, so a promise is a lease: the bytes are in
+host memory, verified, of the right shape, and pinned. Leases are taken only in
+``ensure_cache_available``, so the answers of ``has_cache_item`` cannot change within a step.
+
+All methods run on the scheduler's thread and none waits for I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from lmcache_ec.backends.local_cpu import Lease
+from lmcache_ec.engine import ECCacheEngine
+from lmcache_ec.storage_manager import Fetch
+from lmcache_ec.vllm.identity import is_content_addressed, is_counter
+from lmcache_ec.vllm.plan import ECPlan, WorkerReport
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Content(Enum):
+    """What a request brings of an item."""
+
+    MEDIA = "something to encode"
+    EMBEDDINGS = "an encoder output made by the client, which says nothing of our encoder"
+    NAME = "its identifier and a description: it must come from the cache"
+
+
+@dataclass(slots=True)
+class _Request:
+    """What one request holds and knows, by index into its ``mm_features``."""
+
+    leases: dict[int, Lease] = field(default_factory=dict)
+    fetches: dict[int, Fetch] = field(default_factory=dict)
+    missed: set[int] = field(default_factory=set)
+    deadline: float = 0.0
+
+
+class SchedulerHalf:
+    """Leases for requests, and the plan of each step.
+
+    Args:
+        engine: The cache; closed by this object.
+        may_load: Whether workers can load what is promised.
+        may_save: Whether this server keeps what it computes.
+        widths: Width of the encoder's output by modality, as far as vLLM measured it.
+        metadata_fields: For a modality, the fields of an item that describe its media without
+            holding it.
+    """
+
+    def __init__(
+        self,
+        engine: ECCacheEngine,
+        *,
+        may_load: bool,
+        may_save: bool,
+        widths: dict[str, int],
+        metadata_fields: Callable[[str], Collection[str]],
+    ) -> None:
+        self.engine = engine
+        self._events = engine.events
+        self._may_load = may_load
+        self._may_save = may_save
+        self._widths = widths
+        self._metadata_fields = metadata_fields
+        self._budget_s = engine.config.prefetch_timeout_ms / 1000
+        self._requests: dict[str, _Request] = {}
+        self._leased: dict[str, list[Lease]] = {}  # identifier -> leases of requests
+        self._unavailable: set[str] = set()
+        self._resident: set[str] = set()  # what vLLM's own encoder cache holds
+        self._loads: dict[str, Lease] = {}
+        self._saves: set[str] = set()
+        self._step = 0
+        self._inflight: deque[tuple[int, list[Lease]]] = deque()
+        self._shape_warned = False
+
+    # ------------------------------------------------------------------ promises
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        """Lease what the request still needs and the cache has; False defers the request.
+
+        A request is deferred while entries come from disk or network, for at most
+        ``prefetch_timeout_ms``, or because it can never run (see
+        :meth:`take_unavailable_requests`).
+        """
+        features = request.mm_features
+        last = features[-1].mm_position
+        if last.offset + last.length <= num_computed_tokens or not self._may_load:
+            return True
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = self._requests[request.request_id] = _Request()
+        settled = True
+        for index, feature in enumerate(features):
+            end = feature.mm_position.offset + feature.mm_position.length
+            if end <= num_computed_tokens or index in state.leases or index in state.missed:
+                continue
+            settled &= self._settle(request, index, state)
+        return settled
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether some request holds a lease on the item. A dict look-up."""
+        return identifier in self._leased
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Requests that refer to an item without its media, which the cache does not have."""
+        taken, self._unavailable = self._unavailable, set()
+        return taken
+
+    def _settle(self, request: Request, index: int, state: _Request) -> bool:
+        """Lease one item or know that it cannot be had; False while that is open."""
+        feature = request.mm_features[index]
+        fetch = state.fetches.get(index)
+        if fetch is None:
+            content = self._content(feature)
+            if not self._is_cacheable(feature, content):
+                return self._miss(request, index, state, None)
+            lease = self.engine.lease(feature.identifier)
+            if lease is not None:
+                return self._accept(request, index, state, lease)
+            if not self.engine.has_tiers:
+                return self._miss(request, index, state, "absent")
+            if feature.identifier in self._resident and content is Content.MEDIA:
+                return self._miss(request, index, state, None)  # vLLM's own cache answers
+            if not state.fetches:
+                state.deadline = time.monotonic() + self._budget_s
+            state.fetches[index] = fetch = self.engine.prefetch(feature.identifier)
+        if not fetch.done():
+            if time.monotonic() < state.deadline:
+                return False
+            reason = "timeout"
+            lease = None
+        else:
+            reason = "absent"
+            lease = fetch.take()
+        fetch.drop()
+        del state.fetches[index]
+        if lease is None:
+            return self._miss(request, index, state, reason)
+        return self._accept(request, index, state, lease)
+
+    def _accept(self, request: Request, index: int, state: _Request, lease: Lease) -> bool:
+        """Promise a leased item, if its shape is what the request needs."""
+        feature = request.mm_features[index]
+        shape = lease.extent.shape
+        rows = request.get_num_encoder_embeds(index)
+        width = self._widths.get(feature.modality, shape[-1])
+        if shape != (rows, width):
+            lease.release()
+            if not self._shape_warned:
+                self._shape_warned = True
+                logger.warning(
+                    "lmcache-ec: entry of %s has shape %s where %s is needed, so it is not used; "
+                    "set another epoch if this repeats",
+                    feature.identifier, shape, (rows, width),
+                )  # fmt: skip
+            return self._miss(request, index, state, "shape")
+        state.leases[index] = lease
+        self._leased.setdefault(feature.identifier, []).append(lease)
+        return True
+
+    def _miss(self, request: Request, index: int, state: _Request, reason: str | None) -> bool:
+        """Leave the item to the encoder; an item without media fails its request instead."""
+        feature = request.mm_features[index]
+        if reason is not None:
+            self._events.count("misses", reason)
+        if self._content(feature) is Content.NAME:
+            logger.warning(
+                "lmcache-ec: request %s refers to %s %s without its media, and the cache does "
+                "not have it; send the media",
+                request.request_id, feature.modality, feature.identifier[:64],
+            )  # fmt: skip
+            self._events.count("misses", "unavailable")
+            self._unavailable.add(request.request_id)
+            return False
+        state.missed.add(index)
+        return True
+
+    def _is_cacheable(self, feature: MultiModalFeatureSpec, content: Content) -> bool:
+        identifier = feature.identifier
+        if content is Content.EMBEDDINGS or identifier != (feature.mm_hash or identifier):
+            return False  # the latter: a LoRA on the encoder, whose name does not identify it
+        return is_content_addressed(identifier) or (
+            self.engine.config.cache_client_uuids and not is_counter(identifier)
+        )
+
+    def _content(self, feature: MultiModalFeatureSpec) -> Content:
+        if feature.data is None:  # vLLM keeps the media elsewhere
+            return Content.MEDIA
+        given = {name for name, element in feature.data.items() if element.data is not None}
+        if any(name.endswith("_embeds") for name in given):
+            return Content.EMBEDDINGS
+        described = given <= set(self._metadata_fields(feature.modality))
+        return Content.NAME if described else Content.MEDIA
+
+    # ------------------------------------------------------------------ the plan of a step
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        """Load the item in this step if it was promised, else keep it once computed."""
+        feature = request.mm_features[index]
+        identifier = feature.identifier
+        self._resident.add(identifier)
+        if leases := self._leased.get(identifier):
+            if identifier not in self._loads:
+                self._loads[identifier] = leases[0].share()
+        elif self._may_save and self._is_cacheable(feature, self._content(feature)):
+            self._saves.add(identifier)
+
+    def build_connector_meta(self, freed: Iterable[str]) -> ECPlan:
+        """The plan of this step. ``freed`` are the items that leave vLLM's own encoder cache."""
+        self._resident.difference_update(freed)
+        self._step += 1
+        plan = ECPlan(
+            self._step,
+            tuple((identifier, lease.extent) for identifier, lease in self._loads.items()),
+            frozenset(self._saves),
+        )
+        if self._loads:
+            self._inflight.append((self._step, list(self._loads.values())))
+        self._loads = {}
+        self._saves = set()
+        return plan
+
+    def update_connector_output(self, report: WorkerReport) -> None:
+        """Release what the workers have copied, and count what they counted."""
+        while self._inflight and self._inflight[0][0] <= report.step:
+            for lease in self._inflight.popleft()[1]:
+                lease.release()
+        for (name, label), amount in report.counts.items():
+            self._events.count(name, label, amount)
+
+    # ------------------------------------------------------------------ the end of a lease
+
+    def update_state_after_free(self, request: Request, index: int) -> None:
+        """The item's tokens are in the KV cache: let its entry go."""
+        state = self._requests.get(request.request_id)
+        if state is not None:
+            self._drop(request, index, state)
+
+    def request_finished(self, request: Request) -> None:
+        """Let go of everything that the request holds; at its end, failure or abort."""
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            for index in [*state.leases, *state.fetches]:
+                self._drop(request, index, state)
+
+    def _drop(self, request: Request, index: int, state: _Request) -> None:
+        state.missed.discard(index)  # after a preemption it is looked up anew
+        if fetch := state.fetches.pop(index, None):
+            fetch.drop()
+        if lease := state.leases.pop(index, None):
+            identifier = request.mm_features[index].identifier
+            self._leased[identifier].remove(lease)
+            if not self._leased[identifier]:
+                del self._leased[identifier]
+            lease.release()
+
+    def shutdown(self) -> None:
+        """Close the engine."""
+        self.engine.close()
