@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import torch
-
-from lmcache_ec.backends.base import Backend
 from lmcache_ec.backends.index import MAX_DIMS, CachePolicy
 from lmcache_ec.backends.local_cpu import Extent, Lease, LocalCPUBackend
 from lmcache_ec.backends.local_disk import LocalDiskBackend
-from lmcache_ec.config import ECEngineConfig
 from lmcache_ec.entry import DTYPES
 from lmcache_ec.errors import ConfigError, InvalidKeyError
 from lmcache_ec.events import Events
 from lmcache_ec.key import CacheEngineKey, ECMetadata, Namespace
 from lmcache_ec.storage_manager import Fetch, StorageManager
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+    from lmcache_ec.backends.base import Backend
+    from lmcache_ec.config import ECEngineConfig
 
 CLOSE_TIMEOUT_S = 10.0  # how long close() waits for what is queued to reach the tiers below
 

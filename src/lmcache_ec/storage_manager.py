@@ -10,19 +10,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from lmcache_ec import entry
-from lmcache_ec.backends.base import Backend
 from lmcache_ec.backends.index import Refusal
 from lmcache_ec.backends.local_cpu import Lease, LocalCPUBackend, Reservation
 from lmcache_ec.errors import BackendError, CorruptEntryError
-from lmcache_ec.events import Events
-from lmcache_ec.key import CacheEngineKey
 from lmcache_ec.workqueue import WorkQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmcache_ec.backends.base import Backend
+    from lmcache_ec.events import Events
+    from lmcache_ec.key import CacheEngineKey
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +108,13 @@ class StorageManager:
 
     def contains(self, key: CacheEngineKey) -> bool:
         """Whether some tier has the entry now. Asks the tiers below, so it may block for I/O."""
-        for tier in (self.memory, *self._tiers):
+        tiers: list[LocalCPUBackend | Backend] = [self.memory, *self._tiers]
+        for tier in tiers:
             try:
                 if tier.contains(key):
                     return True
             except BackendError as error:
-                self._failed(getattr(tier, "name", "memory"), error)
+                self._failed(tier.name, error)
         return False
 
     def lease(self, key: CacheEngineKey, tier: str = "memory") -> Lease | None:
@@ -194,7 +199,7 @@ class StorageManager:
                 refusal = answer
                 return None
             reservation = answer
-            return memoryview(reservation.buffer.numpy())[:nbytes]
+            return _bytes(reservation.buffer).data[:nbytes]
 
         began = time.monotonic()
         lease = None
@@ -273,7 +278,7 @@ class StorageManager:
 
     def _write(self, lease: Lease, tiers: Sequence[Backend]) -> None:
         try:
-            payload = memoryview(lease.buffer.numpy())[lease.payload_offset :]
+            payload = _bytes(lease.buffer).data[lease.payload_offset :]
             header = entry.build_header(
                 lease.key,
                 lease.tensor.shape,

@@ -6,7 +6,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +71,9 @@ class WorkQueue:
         with self._changed:
             self._closed = True
         if not self.flush(timeout_s):
-            logger.warning("%s: %d pieces of work were not done in time", self._name, len(self._work))
+            logger.warning(
+                "%s: %d pieces of work were not done in time", self._name, len(self._work)
+            )
         with self._changed:
             self._work.clear()
             self._changed.notify_all()

@@ -1,0 +1,1 @@
+"""Tiers of storage: memory, disk and remotes."""

@@ -27,13 +27,16 @@ import shutil
 import stat
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_ec.backends.index import HOLDER_BYTES, PAGE, CachePolicy, Index
+from lmcache_ec.backends.index import HOLDER_BYTES, CachePolicy, Index
 from lmcache_ec.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +89,6 @@ class Arena:
         try:
             alone = not self._reclaim_dead(None)
             room = self._room()
-            if room < 0:
-                raise BackendError(
-                    f"{shm_path} has no room for a memory tier ({room + HEADROOM_BYTES >> 20} MiB "
-                    f"free); give the container more shared memory (--shm-size or --ipc=host)"
-                )
             self._holder_fd = self._register()
             self.index = self._open_index(alone, capacity_bytes, policy)
             usage = self.index.usage()
@@ -280,6 +278,12 @@ class Arena:
 
     def _open_index(self, alone: bool, capacity_bytes: int, policy: CachePolicy) -> Index:
         """Open the index and the file; the sole live process sets their size, or starts anew."""
+        if (room := self._room()) < 0:
+            raise BackendError(
+                f"{self.directory.parent} has no room for a memory tier "
+                f"({room + HEADROOM_BYTES >> 20} MiB free); give the container more shared memory "
+                "(--shm-size or --ipc=host)"
+            )
         path, file = self.directory / "index", self.directory / "arena"
         for attempt in ("taken over", "new"):
             if alone and not (path.is_dir() and file.is_file()):

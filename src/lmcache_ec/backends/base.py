@@ -7,9 +7,10 @@ storage manager verifies what comes back, and deletes what is corrupt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from lmcache_ec.key import CacheEngineKey
+if TYPE_CHECKING:
+    from lmcache_ec.key import CacheEngineKey
 
 Allocate = Callable[[int], memoryview | None]
 """Asks for room for that many bytes; a writable view of exactly that length, or None."""

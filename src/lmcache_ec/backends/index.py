@@ -15,21 +15,24 @@ The order is by a logical clock kept in the index: wall clocks jump, and differ 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 
 from lmcache_ec.errors import BackendError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
 PAGE = 4096  # extents are whole pages, so a payload can be read with direct I/O
 HOLDER_BYTES = 16
 MAX_DIMS = 4
-_MAP_SIZE = 1 << 30  # bytes of address space, not of memory; the same in every process, as LMDB asks
+# Address space in bytes, not memory; the same in every process, as LMDB asks.
+_MAP_SIZE = 1 << 30
 _EVICT_BATCH = 64  # evictions in one transaction: bounds how long a lease may wait
 
 _U64 = struct.Struct(">Q")
@@ -184,9 +187,9 @@ class Index:
             if _get(txn, self._meta, b"watermark") <= capacity:
                 return
             doomed = [
-                digest
+                bytes(digest)
                 for digest, data in txn.cursor(db=self._entries)
-                if (slot := Slot.unpack(data)).offset + slot.length > capacity
+                if (slot := Slot.unpack(bytes(data))).offset + slot.length > capacity
             ]
             for digest in doomed:
                 self._remove(txn, digest)
@@ -232,7 +235,7 @@ class Index:
         """
         with self._write() as txn:
             if (data := txn.get(digest, db=self._entries)) is not None:
-                ready = Slot.unpack(data).state is State.READY
+                ready = data[0] == State.READY
                 return (Refusal.EXISTS if ready else Refusal.BUSY), 0
             evicted = 0
             while (offset := self._best_fit(txn, length)) is None:
@@ -247,12 +250,10 @@ class Index:
                 cursor = txn.cursor(db=self._order)
                 if not cursor.first():
                     return Refusal.FULL, evicted
-                self._remove(txn, cursor.value())
+                self._remove(txn, bytes(cursor.value()))
                 evicted += 1
             self._take(txn, offset, length)
-            slot = Slot(
-                State.WRITING, offset, length, inserted=self._tick(txn), owner=self._holder
-            )
+            slot = Slot(State.WRITING, offset, length, inserted=self._tick(txn), owner=self._holder)
             txn.put(digest, slot.pack(), db=self._entries)
             txn.put(self._holder + digest, _U64.pack(0), db=self._held)
             self._add(txn, b"pinned", length)
@@ -299,7 +300,7 @@ class Index:
             return None
         with self._write() as txn:
             data = txn.get(digest, db=self._entries)
-            if data is None or (slot := Slot.unpack(data)).state is not State.READY:
+            if data is None or (slot := Slot.unpack(bytes(data))).state is not State.READY:
                 return None
             if slot.order:
                 txn.delete(slot.order, db=self._order)
@@ -331,7 +332,7 @@ class Index:
             cursor = txn.cursor(db=self._held)
             more = cursor.first()
             while more:
-                holder = cursor.key()[:HOLDER_BYTES]
+                holder = bytes(cursor.key()[:HOLDER_BYTES])
                 found.add(holder)
                 more = cursor.set_range(holder + b"\xff" * 33)
         return found
@@ -342,8 +343,8 @@ class Index:
             held = []
             cursor = txn.cursor(db=self._held)
             more = cursor.set_range(holder)
-            while more and cursor.key().startswith(holder):
-                held.append((cursor.key()[HOLDER_BYTES:], _U64.unpack(cursor.value())[0]))
+            while more and cursor.key()[:HOLDER_BYTES] == holder:
+                held.append((bytes(cursor.key()[HOLDER_BYTES:]), _U64.unpack(cursor.value())[0]))
                 more = cursor.next()
             for digest, pins in held:
                 txn.delete(holder + digest, db=self._held)
@@ -372,15 +373,21 @@ class Index:
         self._add(txn, b"clock", 1)
         return _get(txn, self._meta, b"clock")
 
+    def _slot(self, txn: lmdb.Transaction, digest: bytes) -> Slot:
+        data = txn.get(digest, db=self._entries)
+        if data is None:
+            raise BackendError(f"entry {digest.hex()} is not in the index")
+        return Slot.unpack(bytes(data))
+
     def _own(self, txn: lmdb.Transaction, digest: bytes) -> Slot:
         data = txn.get(digest, db=self._entries)
-        slot = None if data is None else Slot.unpack(data)
+        slot = None if data is None else Slot.unpack(bytes(data))
         if slot is None or slot.state is not State.WRITING or slot.owner != self._holder:
             raise BackendError(f"entry {digest.hex()} is not reserved by this process")
         return slot
 
     def _unpin(self, txn: lmdb.Transaction, digest: bytes, pins: int) -> None:
-        slot = Slot.unpack(txn.get(digest, db=self._entries))
+        slot = self._slot(txn, digest)
         slot = replace(slot, pins=slot.pins - pins)
         if slot.pins == 0:
             clock = self._tick(txn)
@@ -396,7 +403,7 @@ class Index:
         txn.put(digest, slot.pack(), db=self._entries)
 
     def _remove(self, txn: lmdb.Transaction, digest: bytes) -> None:
-        slot = Slot.unpack(txn.get(digest, db=self._entries))
+        slot = self._slot(txn, digest)
         txn.delete(digest, db=self._entries)
         if slot.order:
             txn.delete(slot.order, db=self._order)

@@ -12,15 +12,19 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from lmcache_ec.backends.arena import Arena, arena_directory
 from lmcache_ec.backends.index import PAGE, CachePolicy, Refusal, Slot, Usage
 from lmcache_ec.errors import BackendError
-from lmcache_ec.events import Events
-from lmcache_ec.key import CacheEngineKey
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lmcache_ec.events import Events
+    from lmcache_ec.key import CacheEngineKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,8 @@ class LocalCPUBackend:
         ConfigError: The place of the arena cannot be used.
         BackendError: The tmpfs has no room for an arena at all.
     """
+
+    name = "memory"
 
     def __init__(
         self, shm_path: Path, capacity_bytes: int, policy: CachePolicy, events: Events

@@ -1,0 +1,1 @@
+"""The ``lmcache-ec`` command."""

@@ -405,10 +405,11 @@ def in_process_llm(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
     try:
-        from vllm import LLM
         from vllm.config import ECTransferConfig
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.distributed.ec_transfer import ensure_ec_transfer_shutdown
+
+        from vllm import LLM
 
         settings = {**_ENGINE_OPTIONS, **options, "model": str(model)}
         if media_directory is not None:

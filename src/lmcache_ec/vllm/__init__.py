@@ -1,0 +1,1 @@
+"""The plug-in for vLLM; nothing else in this package imports vLLM."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
@@ -30,6 +29,8 @@ from lmcache_ec.vllm.scheduler import SchedulerHalf
 from lmcache_ec.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ECConnectorOutput
@@ -37,30 +38,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_Hook = TypeVar("_Hook", bound="Callable[..., Any]")
 
 
-def _guarded(
-    fallback: Callable[[], _R],
-) -> Callable[
-    [Callable[Concatenate[LMCacheECConnector, _P], _R]],
-    Callable[Concatenate[LMCacheECConnector, _P], _R],
-]:
+def _guarded(fallback: Callable[[], object]) -> Callable[[_Hook], _Hook]:
     """Answer ``fallback()`` in place of raising: the outermost frame of ours under vLLM."""
 
-    def wrap(
-        hook: Callable[Concatenate[LMCacheECConnector, _P], _R],
-    ) -> Callable[Concatenate[LMCacheECConnector, _P], _R]:
+    def wrap(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
-        def guarded(self: LMCacheECConnector, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def guarded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the hook has
             try:
-                return hook(self, *args, **kwargs)
+                return hook(*args, **kwargs)
             except Exception:
                 logger.exception("lmcache-ec: %s failed; going on without it", hook.__name__)
                 return fallback()
 
-        return guarded
+        return cast("_Hook", guarded)
 
     return wrap
 
@@ -153,7 +146,7 @@ class LMCacheECConnector(ECConnectorBase):
 
     # ------------------------------------------------------------------ scheduler side
 
-    @_guarded(lambda: True)
+    @_guarded(lambda: True)  # as if there were nothing to wait for
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         """Lease what the request needs; False defers it. See :class:`SchedulerHalf`."""
         if self._scheduler is None or not request.mm_features:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -28,9 +28,11 @@ _SEPARATOR = "|"
 class ECStats(ECConnectorStats):
     """Increments of counters as "name|label" and values of gauges as "name", in plain types."""
 
+    data: dict[str, float] = field(default_factory=dict)
+
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: ECConnectorStats) -> ECStats:
         """Counters add up; of gauges the later one counts."""

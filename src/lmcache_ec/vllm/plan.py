@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorMetadata,
     ECConnectorWorkerMetadata,
 )
 
-from lmcache_ec.backends.local_cpu import Extent
+if TYPE_CHECKING:
+    from lmcache_ec.backends.local_cpu import Extent
 
 
 @dataclass(frozen=True)

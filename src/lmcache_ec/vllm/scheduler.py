@@ -12,20 +12,22 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from lmcache_ec.backends.local_cpu import Lease
-from lmcache_ec.engine import ECCacheEngine
-from lmcache_ec.storage_manager import Fetch
 from lmcache_ec.vllm.identity import is_content_addressed, is_counter
 from lmcache_ec.vllm.plan import ECPlan, WorkerReport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
+
+    from lmcache_ec.backends.local_cpu import Lease
+    from lmcache_ec.engine import ECCacheEngine
+    from lmcache_ec.storage_manager import Fetch
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_ec.backends.local_cpu import LocalCPUBackend
-from lmcache_ec.engine import ECCacheEngine
-from lmcache_ec.events import Events
 from lmcache_ec.vllm.plan import ECPlan, WorkerReport
 from lmcache_ec.workqueue import WorkQueue
+
+if TYPE_CHECKING:
+    from lmcache_ec.backends.local_cpu import LocalCPUBackend
+    from lmcache_ec.engine import ECCacheEngine
+    from lmcache_ec.events import Events
 
 logger = logging.getLogger(__name__)
 
