@@ -146,8 +146,9 @@ class LocalDiskBackend:
         path = self._entry_path(key)
         try:
             self._prepare(path.parent)
-            if not _is_kept(path):
-                self._write(path, parts, size)
+            if _is_kept(path):
+                return
+            self._write(path, parts, size)
         except OSError as error:
             self._begin_outage(error)
             raise self._failed("write", key, error) from error

@@ -37,7 +37,8 @@ _ENGINE_OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 32 << 20,
     "worker_extension_cls": "lmcache_ec.testing.encoder_watch.EncoderWatch",
 }
-_ENVIRONMENT = {
+# What every process that runs vLLM gets: models come from disk, and nobody is told.
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -135,7 +136,7 @@ class VLLMServer:
         self._log = log
         self._environment = {
             **os.environ,
-            **_ENVIRONMENT,
+            **ENVIRONMENT,
             "PYTHONPATH": vllm_site.child_pythonpath(),
             "VLLM_SERVER_DEV_MODE": "1",  # for the reset and observing endpoints
             **(environment or {}),
@@ -400,7 +401,7 @@ def in_process_llm(
     cores = os.sched_getaffinity(0)
     # vLLM looks into a model's class in a child process even here.
     os.environ.update(
-        _ENVIRONMENT,
+        ENVIRONMENT,
         PYTHONPATH=vllm_site.child_pythonpath(),
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )

@@ -107,9 +107,12 @@ class SchedulerHalf:
         settled = True
         for index, feature in enumerate(features):
             end = feature.mm_position.offset + feature.mm_position.length
-            if end <= num_computed_tokens or index in state.leases or index in state.missed:
+            if end <= num_computed_tokens or index in state.leases:
                 continue
-            settled &= self._settle(request, index, state)
+            if index not in state.missed and not self._settle(request, index, state):
+                settled = False
+            elif index in state.missed and self._conflicts(request, index):
+                settled = False
         return settled
 
     def has_cache_item(self, identifier: str) -> bool:
@@ -190,6 +193,25 @@ class SchedulerHalf:
         state.missed.add(index)
         return True
 
+    def _conflicts(self, request: Request, index: int) -> bool:
+        """Fail a request whose item has the name, but not the shape, of one promised to another.
+
+        ``has_cache_item`` is asked by name alone, so it would be given the other's tensor. Only
+        names chosen by clients can do this; vLLM fails such a request in its own cache as well.
+        """
+        feature = request.mm_features[index]
+        leases = self._leased.get(feature.identifier)
+        if not leases or leases[0].extent.shape[0] == request.get_num_encoder_embeds(index):
+            return False
+        logger.warning(
+            "lmcache-ec: request %s gives the name %s to an item of %d rows, while another request "
+            "uses it for one of %d; the request fails",
+            request.request_id, feature.identifier[:64], request.get_num_encoder_embeds(index),
+            leases[0].extent.shape[0],
+        )  # fmt: skip
+        self._unavailable.add(request.request_id)
+        return True
+
     def _is_cacheable(self, feature: MultiModalFeatureSpec, content: Content) -> bool:
         identifier = feature.identifier
         if content is Content.EMBEDDINGS or identifier != (feature.mm_hash or identifier):
@@ -249,21 +271,21 @@ class SchedulerHalf:
         """The item's tokens are in the KV cache: let its entry go."""
         state = self._requests.get(request.request_id)
         if state is not None:
-            self._drop(request, index, state)
+            self._drop(index, state)
 
     def request_finished(self, request: Request) -> None:
         """Let go of everything that the request holds; at its end, failure or abort."""
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             for index in [*state.leases, *state.fetches]:
-                self._drop(request, index, state)
+                self._drop(index, state)
 
-    def _drop(self, request: Request, index: int, state: _Request) -> None:
+    def _drop(self, index: int, state: _Request) -> None:
         state.missed.discard(index)  # after a preemption it is looked up anew
         if fetch := state.fetches.pop(index, None):
             fetch.drop()
         if lease := state.leases.pop(index, None):
-            identifier = request.mm_features[index].identifier
+            identifier = lease.key.mm_hash
             self._leased[identifier].remove(lease)
             if not self._leased[identifier]:
                 del self._leased[identifier]

@@ -37,10 +37,10 @@ class _BeforeTorchvision(MetaPathFinder):
 def _declare_operators() -> None:
     import torch
 
-    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        library.define(schema)  # type: ignore[no-untyped-call]
+        library.define(schema)
     _libraries.append(library)
 
 

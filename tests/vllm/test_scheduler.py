@@ -1,0 +1,374 @@
+"""The scheduler half over a real engine, with vLLM's own request objects."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from lmcache_ec import ECCacheEngine, ECMetadata, load_ec_engine_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs it")
+
+from vllm import SamplingParams
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
+from vllm.v1.request import Request
+
+from lmcache_ec.vllm.plan import WorkerReport
+from lmcache_ec.vllm.scheduler import SchedulerHalf
+
+WIDTH = 32
+ROWS = 6
+
+
+def name(text: str) -> str:
+    """An identifier as vLLM makes it from media."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def output(seed: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def item(**fields: torch.Tensor | None) -> MultiModalKwargsItem:
+    shared = MultiModalSharedField(batch_size=1)
+    return MultiModalKwargsItem(
+        {field: MultiModalFieldElem(data=data, field=shared) for field, data in fields.items()}
+    )
+
+
+MEDIA = item(pixel_values=torch.zeros(8, 8), image_grid_thw=torch.tensor([1, 2, 2]))
+DESCRIPTION = item(pixel_values=None, image_grid_thw=torch.tensor([1, 2, 2]))
+
+
+def request(
+    request_id: str,
+    *identifiers: str,
+    rows: int = ROWS,
+    data: MultiModalKwargsItem | None = MEDIA,
+    mm_hash: str | None = None,
+) -> Request:
+    features = [
+        MultiModalFeatureSpec(
+            data=data,
+            modality="image",
+            identifier=identifier,
+            mm_position=PlaceholderRange(offset=2 + number * (rows + 2), length=rows),
+            mm_hash=mm_hash or identifier,
+        )
+        for number, identifier in enumerate(identifiers)
+    ]
+    length = 4 + len(identifiers) * (rows + 2)
+    return Request(request_id, [1] * length, SamplingParams(max_tokens=4), None, mm_features=features)
+
+
+class Cache:
+    """An engine with its scheduler half, as one server's process has them."""
+
+    def __init__(self, shm: Path, disk: Path | None = None, **options: object) -> None:
+        settings = {"shm_path": str(shm), "max_local_cpu_size": 0.03, **options}
+        if disk is not None:
+            settings["local_disk"] = str(disk)
+        self.engine = ECCacheEngine(
+            load_ec_engine_config(settings), ECMetadata("model"), torch.bfloat16
+        )
+        self.half = SchedulerHalf(
+            self.engine,
+            may_load=True,
+            may_save=True,
+            widths={"image": WIDTH},
+            metadata_fields=lambda _: {"image_grid_thw"},
+        )
+
+    @property
+    def pinned(self) -> int:
+        return self.engine.memory.usage().pinned
+
+    def settle(self, wanted: Request, timeout_s: float = 10.0) -> bool:
+        """Ask as vLLM does, step after step, until the request may run."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.half.ensure_cache_available(wanted, 0):
+                return True
+            time.sleep(0.001)
+        return False
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="lmcache-ec-test-", dir="/dev/shm"))
+    yield directory
+    left = [path.name for path in directory.iterdir()]
+    shutil.rmtree(directory)
+    assert left == []
+
+
+@pytest.fixture
+def cache(shm: Path) -> Iterator[Cache]:
+    cache = Cache(shm)
+    yield cache
+    cache.half.shutdown()
+
+
+@pytest.fixture
+def disk_cache(shm: Path, tmp_path: Path) -> Iterator[Cache]:
+    cache = Cache(shm, tmp_path, prefetch_timeout_ms=60_000)
+    yield cache
+    cache.half.shutdown()
+
+
+def on_disk_only(cache: Cache, identifier: str, tensor: torch.Tensor) -> None:
+    """Put, write down, then push it out of memory."""
+    cache.engine.put(identifier, tensor)
+    cache.engine.flush()
+    for number in range(20):
+        cache.engine.put(name(f"filler {number}"), torch.zeros(1 << 20).bfloat16())
+        cache.engine.flush()
+    assert cache.engine.memory.lease(cache.engine._key(identifier)) is None
+
+
+def test_a_hit_is_leased_before_it_is_promised(cache: Cache) -> None:
+    picture = name("a")
+    cache.engine.put(picture, output(1))
+    wanted = request("r", picture)
+    assert not cache.half.has_cache_item(picture)
+    assert cache.half.ensure_cache_available(wanted, 0)
+    assert cache.half.has_cache_item(picture)
+    assert cache.pinned > 0
+    cache.half.request_finished(wanted)
+    assert not cache.half.has_cache_item(picture)
+    assert cache.pinned == 0
+
+
+def test_a_plan_keeps_its_bytes_until_every_worker_has_reported(cache: Cache) -> None:
+    """An abort between planning and loading must not free what the workers are about to read."""
+    picture = name("a")
+    cache.engine.put(picture, output(1))
+    wanted = request("r", picture)
+    cache.half.ensure_cache_available(wanted, 0)
+    cache.half.update_state_after_alloc(wanted, 0)
+    plan = cache.half.build_connector_meta([])
+    cache.half.request_finished(wanted)
+    assert cache.pinned > 0
+    for number in range(40):  # what is not pinned is evicted several times over
+        cache.engine.put(name(f"other {number}"), torch.zeros(1 << 20).bfloat16())
+    ((identifier, extent),) = plan.loads
+    assert identifier == picture
+    assert torch.equal(cache.engine.view(extent), output(1))
+    slow = WorkerReport(plan.step - 1).aggregate(WorkerReport(plan.step))
+    cache.half.update_connector_output(slow)
+    assert cache.pinned > 0
+    cache.half.update_connector_output(WorkerReport(plan.step))
+    assert cache.pinned == 0
+
+
+def test_a_computed_item_is_planned_as_a_save_and_not_as_a_load(cache: Cache) -> None:
+    wanted = request("r", name("new"))
+    assert cache.half.ensure_cache_available(wanted, 0)
+    cache.half.update_state_after_alloc(wanted, 0)
+    plan = cache.half.build_connector_meta([])
+    assert plan.loads == ()
+    assert plan.saves == {name("new")}
+    assert cache.half.build_connector_meta([]).saves == frozenset()
+
+
+def test_a_disk_entry_defers_its_request_and_no_other(disk_cache: Cache) -> None:
+    cold, fresh = name("cold"), name("fresh")
+    on_disk_only(disk_cache, cold, output(3))
+    waiting, other = request("waiting", cold), request("other")
+    assert not disk_cache.half.ensure_cache_available(waiting, 0) or True
+    assert other.mm_features == []
+    assert disk_cache.settle(request("new", fresh))
+    assert not disk_cache.half.has_cache_item(fresh)
+    assert disk_cache.settle(waiting)
+    assert disk_cache.half.has_cache_item(cold)
+    disk_cache.half.update_state_after_alloc(waiting, 0)
+    plan = disk_cache.half.build_connector_meta([])
+    assert torch.equal(disk_cache.engine.view(plan.loads[0][1]), output(3))
+    disk_cache.half.update_connector_output(WorkerReport(plan.step))
+    disk_cache.half.request_finished(waiting)
+
+
+def test_a_request_aborted_while_deferred_leaves_nothing_behind(disk_cache: Cache) -> None:
+    cold = name("cold")
+    on_disk_only(disk_cache, cold, output(3))
+    wanted = request("r", cold)
+    disk_cache.half.ensure_cache_available(wanted, 0)
+    disk_cache.half.request_finished(wanted)
+    assert not disk_cache.half.has_cache_item(cold)
+    assert disk_cache.settle(request("later", cold))  # the read went on, for the next request
+    disk_cache.half.request_finished(request("later", cold))
+    deadline = time.monotonic() + 10
+    while disk_cache.pinned and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert disk_cache.pinned == 0
+
+
+def test_past_the_budget_the_encoder_runs(shm: Path, tmp_path: Path) -> None:
+    cache = Cache(shm, tmp_path, prefetch_timeout_ms=0)
+    cold = name("cold")
+    on_disk_only(cache, cold, output(3))
+    wanted = request("r", cold)
+    assert cache.half.ensure_cache_available(wanted, 0)
+    if not cache.half.has_cache_item(cold):  # unless the read was faster than one call
+        assert cache.engine.events.value("misses", "timeout") == 1
+    cache.half.request_finished(wanted)
+    cache.half.shutdown()
+
+
+def test_items_already_computed_are_not_looked_up(cache: Cache) -> None:
+    pictures = [name("a"), name("b")]
+    for number, picture in enumerate(pictures):
+        cache.engine.put(picture, output(number))
+    wanted = request("r", *pictures)
+    first = wanted.mm_features[0].mm_position
+    assert cache.half.ensure_cache_available(wanted, first.offset + first.length)
+    assert not cache.half.has_cache_item(pictures[0])
+    assert cache.half.has_cache_item(pictures[1])
+    cache.half.request_finished(wanted)
+
+
+def test_a_lease_ends_with_its_item_and_comes_back_after_a_preemption(cache: Cache) -> None:
+    picture = name("a")
+    cache.engine.put(picture, output(1))
+    wanted = request("r", picture)
+    cache.half.ensure_cache_available(wanted, 0)
+    cache.half.update_state_after_free(wanted, 0)
+    assert cache.pinned == 0
+    assert cache.half.ensure_cache_available(wanted, len(wanted.prompt_token_ids))
+    assert cache.pinned == 0
+    assert cache.half.ensure_cache_available(wanted, 0)
+    assert cache.half.has_cache_item(picture)
+    cache.half.request_finished(wanted)
+
+
+def test_one_item_shared_by_two_requests_outlives_the_first(cache: Cache) -> None:
+    picture = name("a")
+    cache.engine.put(picture, output(1))
+    one, two = request("one", picture, picture), request("two", picture)
+    assert cache.half.ensure_cache_available(one, 0)
+    assert cache.half.ensure_cache_available(two, 0)
+    cache.half.request_finished(one)
+    assert cache.half.has_cache_item(picture)
+    cache.half.request_finished(two)
+    assert not cache.half.has_cache_item(picture)
+    assert cache.pinned == 0
+
+
+@pytest.mark.parametrize("shape", [(ROWS - 1, WIDTH), (ROWS + 1, WIDTH), (ROWS, WIDTH * 2)])
+def test_another_shape_is_a_miss(cache: Cache, shape: tuple[int, int]) -> None:
+    cache.engine.put(name("a"), torch.ones(shape))
+    wanted = request("r", name("a"))
+    assert cache.half.ensure_cache_available(wanted, 0)
+    assert not cache.half.has_cache_item(name("a"))
+    assert cache.engine.events.value("misses", "shape") == 1
+    assert cache.pinned == 0
+    cache.half.request_finished(wanted)
+
+
+@pytest.mark.parametrize(
+    "identifier",
+    ["my-uuid", "", "../../etc/passwd", "x" * 5000, "a\0b", "renderer0-mm-1-image-0"],
+)
+def test_what_does_not_identify_is_neither_looked_up_nor_saved(
+    cache: Cache, identifier: str
+) -> None:
+    wanted = request("r", identifier)
+    assert cache.half.ensure_cache_available(wanted, 0)
+    cache.half.update_state_after_alloc(wanted, 0)
+    plan = cache.half.build_connector_meta([])
+    assert (plan.loads, plan.saves) == ((), frozenset())
+    assert cache.engine.events.snapshot() == []
+    cache.half.request_finished(wanted)
+
+
+def test_an_operator_may_allow_uuids_but_never_counters_or_loras(shm: Path) -> None:
+    cache = Cache(shm, cache_client_uuids=True)
+    saved = set()
+    for number, (identifier, mm_hash) in enumerate(
+        [("my-uuid", None), ("renderer0-mm-1-image-0", None), (f"lora:{name('a')}", name("a"))]
+    ):
+        wanted = request(f"r{number}", identifier, mm_hash=mm_hash)
+        assert cache.half.ensure_cache_available(wanted, 0)
+        cache.half.update_state_after_alloc(wanted, 0)
+        saved |= cache.half.build_connector_meta([]).saves
+        cache.half.request_finished(wanted)
+    assert saved == {"my-uuid"}
+    cache.half.shutdown()
+
+
+def test_a_uuid_reused_for_another_shape_fails_that_request_alone(shm: Path) -> None:
+    """``has_cache_item`` knows names only, so the second request must not be scheduled."""
+    cache = Cache(shm, cache_client_uuids=True)
+    cache.engine.put("logo", output(1))
+    good, bad = request("good", "logo"), request("bad", "logo", rows=ROWS + 2)
+    assert cache.half.ensure_cache_available(good, 0)
+    assert not cache.half.ensure_cache_available(bad, 0)
+    assert cache.half.take_unavailable_requests() == {"bad"}
+    assert cache.half.ensure_cache_available(good, 0)
+    for wanted in (good, bad):
+        cache.half.request_finished(wanted)
+    cache.half.shutdown()
+
+
+def test_client_embeddings_are_neither_looked_up_nor_saved(cache: Cache) -> None:
+    picture = name("a")
+    cache.engine.put(picture, output(1))
+    wanted = request("r", picture, data=item(image_embeds=torch.zeros(ROWS, WIDTH)))
+    assert cache.half.ensure_cache_available(wanted, 0)
+    assert not cache.half.has_cache_item(picture)
+    cache.half.update_state_after_alloc(wanted, 0)
+    assert cache.half.build_connector_meta([]).saves == frozenset()
+    cache.half.request_finished(wanted)
+
+
+def test_an_item_without_media_is_served_from_the_cache_or_fails_its_request(
+    disk_cache: Cache,
+) -> None:
+    disk_cache.engine.put(name("a"), output(1))
+    known = request("known", name("a"), data=DESCRIPTION)
+    assert disk_cache.settle(known)
+    assert disk_cache.half.has_cache_item(name("a"))
+    unknown = request("unknown", name("b"), data=DESCRIPTION)
+    assert not disk_cache.settle(unknown, timeout_s=0.5)
+    assert disk_cache.half.take_unavailable_requests() == {"unknown"}
+    assert disk_cache.half.take_unavailable_requests() == set()
+    named = request("named", "my-uuid", data=DESCRIPTION)
+    assert not disk_cache.half.ensure_cache_available(named, 0)
+    assert disk_cache.half.take_unavailable_requests() == {"named"}
+    for wanted in (known, unknown, named):
+        disk_cache.half.request_finished(wanted)
+
+
+def test_what_vllm_holds_itself_is_not_read_from_disk(disk_cache: Cache) -> None:
+    cold = name("cold")
+    first = request("first", cold)
+    disk_cache.settle(first)
+    disk_cache.half.update_state_after_alloc(first, 0)
+    disk_cache.half.build_connector_meta([])
+    disk_cache.half.request_finished(first)
+    on_disk_only(disk_cache, cold, output(3))
+    again = request("again", cold)
+    assert disk_cache.half.ensure_cache_available(again, 0)
+    assert disk_cache.engine.events.value("hits", "disk") == 0
+    disk_cache.half.request_finished(again)
+    disk_cache.half.build_connector_meta([cold])  # vLLM has let it go
+    later = request("later", cold)
+    assert disk_cache.settle(later)
+    assert disk_cache.engine.events.value("hits", "disk") == 1
+    disk_cache.half.request_finished(later)
