@@ -11,8 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import pictures
-
+from lmcache_ec.testing.media import draw_pictures, noise_picture
 from lmcache_ec.testing.tiny_models import make_tiny_model
 from lmcache_ec.testing.vllm_server import VLLMServer
 
@@ -32,8 +31,7 @@ class Row:
         picture: Name of the picture and how it was sent.
         encoded: How many pictures the model's encoder computed for it.
         tiers: The tiers that count a hit for it.
-        expected: The outcome that the cache promises, as ``outcome`` words it; None if it may
-            come from any tier.
+        expected: The outcome that the cache promises, as ``outcome`` words it.
         ttft_s: Seconds to the first token.
         same_tokens: Whether the answer's tokens are those of the server without the connector.
     """
@@ -42,7 +40,7 @@ class Row:
     picture: str
     encoded: int
     tiers: tuple[str, ...]
-    expected: str | None
+    expected: str
     ttft_s: float
     same_tokens: bool
 
@@ -55,14 +53,17 @@ class Row:
     @property
     def good(self) -> bool:
         """Whether the request went as the cache promises."""
-        expected = [self.expected] if self.expected else [f"hit ({tier})" for tier in TIERS]
-        return self.outcome in expected and self.same_tokens
+        return self.outcome == self.expected and self.same_tokens
 
 
 def main() -> None:
     """Run the demo; exits with status 1 if a promise was broken."""
-    with tempfile.TemporaryDirectory(prefix="lmcache-ec-demo-") as directory:
-        rows = _run(Path(directory))
+    with (
+        tempfile.TemporaryDirectory(prefix="lmcache-ec-demo-") as directory,
+        # A memory tier of the demo's own, apart from that of servers which run here already.
+        tempfile.TemporaryDirectory(prefix="lmcache-ec-demo-", dir="/dev/shm") as memory,
+    ):
+        rows = _run(Path(directory), Path(memory))
     _print_table(rows)
     broken = [number for number, row in enumerate(rows, 1) if not row.good]
     if broken:
@@ -72,27 +73,35 @@ def main() -> None:
     print(f"All {len(rows)} requests went as promised, in {time.monotonic() - BEGAN:.0f} s.")
 
 
-def _run(directory: Path) -> list[Row]:
+def _run(directory: Path, memory: Path) -> list[Row]:
     _say("building a random-weight Qwen2-VL and drawing pictures")
     model = make_tiny_model("demo", directory / "model")
     media = directory / "pictures"
-    files = pictures.draw_all(media)
-    disk = {"LMCACHE_EC_LOCAL_DISK": str(directory / "disk")}
+    files = draw_pictures(media)
+    disk = directory / "disk"
 
-    def server(name: str, *, cached: bool = True) -> VLLMServer:
+    def server(name: str, host: str | None) -> VLLMServer:
+        """A server of one host, whose memory tier is its own; without a connector if None."""
         _say(f"starting {name} (about 25 s)")
+        environment = {}
+        if host is not None:
+            (memory / host).mkdir(exist_ok=True)
+            environment = {
+                "LMCACHE_EC_LOCAL_DISK": str(disk),
+                "LMCACHE_EC_SHM_PATH": str(memory / host),
+            }
         return VLLMServer(
             model,
             directory / "server.log",
-            ec=EC_TRANSFER_CONFIG if cached else None,
-            environment=disk if cached else None,
+            ec=EC_TRANSFER_CONFIG if host is not None else None,
+            environment=environment,
             media_directory=media,
         )
 
     reference: dict[Path, list[int]] = {}
     rows: list[Row] = []
 
-    def ask(vllm: VLLMServer, name: str, file: Path, expected: str | None, how: str) -> None:
+    def ask(vllm: VLLMServer, name: str, file: Path, expected: str, how: str) -> None:
         vllm.reset_caches()  # or vLLM's own caches would answer
         before = _hits(vllm)
         vllm.encoded_items()
@@ -112,36 +121,36 @@ def _run(directory: Path) -> list[Row]:
         rows.append(row)
         _say(f"  {row.picture}: {row.outcome}, first token after {row.ttft_s:.2f} s")
 
-    with server("a server without the connector", cached=False) as vllm:
+    with server("a server without the connector", None) as vllm:
         _warm_up(vllm)
         for file in files:
             ask(vllm, "no connector", file, "ran", "base64")
     if len({tuple(tokens) for tokens in reference.values()}) < len(files):
         sys.exit("FAILED: two pictures gave the same answer, so equal tokens would prove nothing")
 
-    with server("a server with the connector") as vllm:
+    with server("a server with the connector", "one") as vllm:
         _warm_up(vllm)
         for file in files:
             ask(vllm, "first", file, "ran", "base64")
         for file in files:
             ask(vllm, "first", file, "hit (memory)", "file")
 
-    with server("the server again, after its stop") as vllm:
+    with server("the server again, after its stop", "one") as vllm:
         _warm_up(vllm)
         for file in files:
             ask(vllm, "restarted", file, "hit (disk)", "base64")
         for file in files:
             ask(vllm, "restarted", file, "hit (memory)", "file")
-        with server("a second server on the same disk directory") as second:
+        with server("a second server, with memory of its own and the same disk", "two") as second:
             _warm_up(second)
             for file in files:
-                ask(second, "second", file, None, "base64")
+                ask(second, "second", file, "hit (disk)", "base64")
     return rows
 
 
 def _warm_up(vllm: VLLMServer) -> None:
     """Spend the costs of a server's first requests on a picture that is not measured."""
-    vllm.chat("Are you there?", [pictures.noise()], max_tokens=MAX_TOKENS)
+    vllm.chat("Are you there?", [noise_picture(None, 640, 480)], max_tokens=MAX_TOKENS)
 
 
 def _hits(vllm: VLLMServer) -> dict[str, float]:
@@ -165,7 +174,7 @@ def _print_table(rows: list[Row]) -> None:
                 row.outcome,
                 f"{row.ttft_s * 1000:.0f} ms",
                 tokens,
-                "" if row.good else f"<- expected {row.expected or 'a hit'}",
+                "" if row.good else f"<- expected {row.expected}",
             ).rstrip()
         )
     print()

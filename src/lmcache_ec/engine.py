@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from lmcache_ec import entry
 from lmcache_ec.backends.index import MAX_DIMS, CachePolicy
 from lmcache_ec.backends.local_cpu import Extent, Lease, LocalCPUBackend
 from lmcache_ec.backends.local_disk import LocalDiskBackend
-from lmcache_ec.entry import DTYPES
 from lmcache_ec.errors import ConfigError, InvalidKeyError
 from lmcache_ec.events import Events
 from lmcache_ec.key import CacheEngineKey, ECMetadata, Namespace
@@ -51,12 +51,16 @@ class ECCacheEngine:
         events: Events | None = None,
     ) -> None:
         dtype = str(encoder_dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise ConfigError(f"encoder_dtype: {dtype} is not one of {', '.join(sorted(DTYPES))}")
+        if dtype not in entry.DTYPES:
+            raise ConfigError(f"encoder_dtype: {dtype} is not one of {', '.join(sorted(entry.DTYPES))}")
         self.config = config
         self.encoder_dtype = encoder_dtype
         self.events = events or Events()
         self.namespace = Namespace(metadata, dtype, config.namespace, config.epoch)
+        try:
+            entry.payload_offset(self._key(""))
+        except InvalidKeyError as error:
+            raise ConfigError(f"metadata, namespace and epoch: {error}") from error
         tiers: list[Backend] = []
         if config.local_disk is not None:
             tiers.append(

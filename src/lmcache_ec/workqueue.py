@@ -75,7 +75,8 @@ class WorkQueue:
                 "%s: %d pieces of work were not done in time", self._name, len(self._work)
             )
         with self._changed:
-            self._work.clear()
+            while self._work:
+                self._forget(self._work.popleft()[1])
             self._changed.notify_all()
         for thread in self._running:
             thread.join(max(0.1, deadline - time.monotonic()))
@@ -93,9 +94,12 @@ class WorkQueue:
                 logger.exception("%s: work failed", self._name)
             del work  # the memory must be free before it is counted free
             with self._changed:
-                users, nbytes = self._memory.pop(memory)
-                if users > 1:
-                    self._memory[memory] = users - 1, nbytes
-                else:
-                    self.pending_bytes -= nbytes
-                self._changed.notify_all()
+                self._forget(memory)
+
+    def _forget(self, memory: Hashable) -> None:
+        users, nbytes = self._memory.pop(memory)
+        if users > 1:
+            self._memory[memory] = users - 1, nbytes
+        else:
+            self.pending_bytes -= nbytes
+        self._changed.notify_all()

@@ -74,7 +74,9 @@ def request(
         for number, identifier in enumerate(identifiers)
     ]
     length = 4 + len(identifiers) * (rows + 2)
-    return Request(request_id, [1] * length, SamplingParams(max_tokens=4), None, mm_features=features)
+    return Request(
+        request_id, [1] * length, SamplingParams(max_tokens=4), None, mm_features=features
+    )
 
 
 class Cache:
@@ -190,9 +192,8 @@ def test_a_computed_item_is_planned_as_a_save_and_not_as_a_load(cache: Cache) ->
 def test_a_disk_entry_defers_its_request_and_no_other(disk_cache: Cache) -> None:
     cold, fresh = name("cold"), name("fresh")
     on_disk_only(disk_cache, cold, output(3))
-    waiting, other = request("waiting", cold), request("other")
-    assert not disk_cache.half.ensure_cache_available(waiting, 0) or True
-    assert other.mm_features == []
+    waiting = request("waiting", cold)
+    disk_cache.half.ensure_cache_available(waiting, 0)
     assert disk_cache.settle(request("new", fresh))
     assert not disk_cache.half.has_cache_item(fresh)
     assert disk_cache.settle(waiting)

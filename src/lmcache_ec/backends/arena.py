@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 LAYOUT = 1  # of everything below the directory; another number is another arena
 GROWTH_BYTES = 64 << 20  # blocks are allocated in steps of this much
 HEADROOM_BYTES = 8 << 20  # left on the tmpfs for the index and for others
+CLOSE_TIMEOUT_S = 5.0  # how long close() waits for those who still write into an extent
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, madvise(2); older kernels refuse it and fault page by page
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -82,6 +84,8 @@ class Arena:
         self._holder = os.urandom(HOLDER_BYTES)
         self._grow_lock = threading.Lock()
         self._transition = threading.Lock()  # flock does not exclude threads that share its fd
+        self._idle = threading.Condition()
+        self._uses = 0
         self.closed = False
         self._files = contextlib.ExitStack()
         self._directory_fd = self._open_locked()
@@ -94,7 +98,9 @@ class Arena:
             usage = self.index.usage()
             self._short = usage.watermark + room < usage.capacity
             self.bytes = self._map(usage.capacity, usage.watermark)
-            self._reclaim_dead(self.index)
+        except OSError as error:
+            self._leave()
+            raise BackendError(f"memory tier at {self.directory}: {error}") from error
         except BaseException:
             self._leave()
             raise
@@ -116,6 +122,38 @@ class Arena:
         threading.Thread(
             target=self._populate, args=(self.bytes[: usage.watermark],), daemon=True
         ).start()
+
+    # ------------------------------------------------------------------ use
+
+    def begin(self) -> None:
+        """Keep the index open, and every reservation this process's own, until :meth:`end`.
+
+        Raises:
+            BackendError: This process has left the arena.
+        """
+        # Before the lock, too: in a forked child nobody may be left to release it.
+        if not self.closed:
+            with self._idle:
+                if not self.closed:
+                    self._uses += 1
+                    return
+        raise BackendError(f"this process has left the memory tier at {self.directory}")
+
+    def end(self) -> None:
+        """Undo one :meth:`begin`."""
+        with self._idle:
+            self._uses -= 1
+            if self._uses == 0:
+                self._idle.notify_all()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """:meth:`begin` and :meth:`end` around a block."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
 
     # ------------------------------------------------------------------ room
 
@@ -152,7 +190,7 @@ class Arena:
 
     def reclaim(self) -> None:
         """Drop reservations and pins of processes that died."""
-        with self._locked():
+        with self.use(), self._locked():
             self._reclaim_dead(self.index)
 
     # ------------------------------------------------------------------ who serves from here
@@ -163,7 +201,7 @@ class Arena:
 
     def announced(self) -> set[str]:
         """Labels of all live processes."""
-        with self._locked():
+        with self.use(), self._locked():
             self._reclaim_dead(self.index)
             return {
                 line
@@ -176,13 +214,18 @@ class Arena:
     def close(self) -> None:
         """Leave the arena; the last live process to do so removes it. Idempotent.
 
-        Tensors that still view the arena stay readable until they are dropped.
+        Tensors that still view the arena stay readable until they are dropped. If somebody in this
+        process still writes into an extent after ``CLOSE_TIMEOUT_S``, the extent must not go to
+        others: then the membership ends with the process.
         """
-        if self.closed:
-            return
-        self.closed = True
-        _open_arenas.discard(self)
-        with self._grow_lock, self._locked():
+        with self._idle:
+            if self.closed:
+                return
+            self.closed = True
+            _open_arenas.discard(self)
+            if not self._idle.wait_for(lambda: self._uses == 0, CLOSE_TIMEOUT_S):
+                return
+        with self._locked():
             with contextlib.suppress(BackendError):
                 self.index.reclaim(self._holder)
             self.index.close()
@@ -192,11 +235,13 @@ class Arena:
     def forget(self) -> None:
         """In a forked child: drop the inherited lock, so that the parent's death is seen."""
         self.closed = True
+        if self._uses == 0:  # else a transaction of the parent may be under way in this copy
+            self.index.close()  # so that the child can open it for itself
         self._files.close()
 
     def _leave(self) -> None:
         """Under the lock: unregister, and remove the directory when no other process lives."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, BackendError):
             (self.directory / "holders" / self._holder.hex()).unlink(missing_ok=True)
             if not self._reclaim_dead(None):
                 shutil.rmtree(self.directory, ignore_errors=True)
@@ -207,8 +252,15 @@ class Arena:
     def _open_locked(self) -> int:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
-            with contextlib.suppress(FileExistsError):
-                self.directory.mkdir(mode=0o700)
+            try:
+                with contextlib.suppress(FileExistsError):
+                    self.directory.mkdir(mode=0o700)
+            except OSError as error:
+                kind = BackendError if error.errno == errno.ENOSPC else ConfigError
+                raise kind(
+                    f"memory tier: {self.directory} cannot be made ({error.strerror}); make "
+                    "shm_path writable for this user, or set it elsewhere"
+                ) from error
             try:
                 fd = os.open(self.directory, flags)
             except FileNotFoundError:  # its last holder has just removed it
@@ -254,7 +306,20 @@ class Arena:
         return fd
 
     def _reclaim_dead(self, index: Index | None) -> int:
-        """Forget holders that died; how many others live."""
+        """Forget holders that died; how many others live.
+
+        Raises:
+            BackendError: Somebody removed the directory, so nobody knows who lives.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._directory_fd), self.directory.lstat()):
+                return self._reclaim_dead_in_place(index)
+        raise BackendError(
+            f"{self.directory} was removed while this process uses it; restart to share memory "
+            "with later processes again"
+        )
+
+    def _reclaim_dead_in_place(self, index: Index | None) -> int:
         holders = self.directory / "holders"
         alive = {self._holder}
         for hidden in self.directory.glob("*.new"):  # killed before it was registered
@@ -278,17 +343,23 @@ class Arena:
 
     def _open_index(self, alone: bool, capacity_bytes: int, policy: CachePolicy) -> Index:
         """Open the index and the file; the sole live process sets their size, or starts anew."""
-        if (room := self._room()) < 0:
+        path, file = self.directory / "index", self.directory / "arena"
+        if alone and path.exists() != file.exists():
+            logger.warning(
+                "lmcache-ec: the memory tier left at %s lacks its %s; starting anew",
+                *(self.directory, (file if path.exists() else path).name),
+            )
+            shutil.rmtree(path, ignore_errors=True)
+            file.unlink(missing_ok=True)
+        room = self._room()
+        # Blocks that an earlier or another process has taken are room that is there to use.
+        if room + (file.stat().st_blocks * 512 if file.exists() else 0) < 0:
             raise BackendError(
                 f"{self.directory.parent} has no room for a memory tier "
                 f"({room + HEADROOM_BYTES >> 20} MiB free); give the container more shared memory "
                 "(--shm-size or --ipc=host)"
             )
-        path, file = self.directory / "index", self.directory / "arena"
         for attempt in ("taken over", "new"):
-            if alone and not (path.is_dir() and file.is_file()):
-                shutil.rmtree(path, ignore_errors=True)
-                file.unlink(missing_ok=True)
             self._file_fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             index = None
             try:
@@ -297,6 +368,12 @@ class Arena:
                 with (path / "lock.mdb").open("rb+") as lock:
                     os.posix_fallocate(lock.fileno(), 0, os.fstat(lock.fileno()).st_size)
                 if alone:
+                    index.check()
+                    size, watermark = os.fstat(self._file_fd).st_size, index.usage().watermark
+                    if size < watermark:
+                        raise BackendError(f"arena has {size} bytes of {watermark}")  # noqa: TRY301
+                    # Before the size changes: what goes then must be nobody's.
+                    self._reclaim_dead(index)
                     index.resize(capacity_bytes)
                     os.ftruncate(self._file_fd, capacity_bytes)
                     if watermark := index.usage().watermark:
@@ -311,6 +388,7 @@ class Arena:
                     "lmcache-ec: the memory tier left at %s cannot be used (%s); starting anew",
                     self.directory, error,
                 )  # fmt: skip
+                shutil.rmtree(path, ignore_errors=True)
                 file.unlink(missing_ok=True)
             else:
                 self._files.callback(os.close, self._file_fd)
@@ -328,7 +406,7 @@ class Arena:
 
     def _room(self) -> int:
         """Bytes of the tmpfs that the arena may still take."""
-        info = os.statvfs(self.directory)
+        info = os.fstatvfs(self._directory_fd)
         return info.f_bavail * info.f_frsize - HEADROOM_BYTES
 
     @staticmethod

@@ -14,6 +14,7 @@ The order is by a logical clock kept in the index: wall clocks jump, and differ 
 
 from __future__ import annotations
 
+import os
 import struct
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -164,6 +165,10 @@ class Index:
             )  # fmt: skip
             # Readers that died keep old pages from being reused.
             self._env.reader_check()
+            # LMDB trusts the length of its file: reading past the end would be a SIGBUS.
+            end = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+            if (path / "data.mdb").stat().st_size < end:
+                os.truncate(path / "data.mdb", end)
             self._meta = self._env.open_db(b"meta")  # name -> u64
             self._entries = self._env.open_db(b"entries")  # digest -> Slot
             self._order = self._env.open_db(b"order")  # order key -> digest, evictable only
@@ -222,6 +227,19 @@ class Index:
                 _get(txn, self._meta, b"pinned"),
                 txn.stat(self._entries)["entries"],
             )
+
+    def check(self) -> None:
+        """Verify that entries and free extents tile the arena; a BackendError if they do not."""
+        with self._read() as txn:
+            free = [(_U64.unpack(o)[0], _U64.unpack(n)[0]) for o, n in txn.cursor(db=self._free)]
+            slots = [Slot.unpack(bytes(data)) for _, data in txn.cursor(db=self._entries)]
+            end = 0
+            for offset, length in sorted(free + [(slot.offset, slot.length) for slot in slots]):
+                if offset != end:
+                    raise BackendError(f"memory index: an extent at {offset}, expected at {end}")
+                end += length
+            if end != (watermark := _get(txn, self._meta, b"watermark")):
+                raise BackendError(f"memory index: extents end at {end}, not at {watermark}")
 
     # ------------------------------------------------------------------ writing
 

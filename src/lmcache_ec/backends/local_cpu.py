@@ -9,6 +9,7 @@ released or its holder dies.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 from math import prod
@@ -52,6 +53,7 @@ class Reservation:
         self.key = key
         self.buffer = backend.arena.bytes[slot.offset : slot.offset + slot.length]
         self._backend = backend
+        self._open = True
 
     def tensor(self, payload_offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """View of the payload to be, of the key's dtype."""
@@ -65,17 +67,16 @@ class Reservation:
             shape: Shape of the tensor.
 
         Raises:
-            BackendError: The index failed; the reservation is lost.
+            BackendError: The index failed, or the backend is closed; the reservation is over.
         """
+        self._open = False
         return self._backend.commit(self, payload_offset, shape)
 
     def abort(self) -> None:
-        """Give the extent back.
-
-        Raises:
-            BackendError: The index failed; the extent comes back when this process ends.
-        """
-        self._backend.arena.index.abort(self.key.digest)
+        """Give the extent back. Does nothing after :meth:`commit` or another abort."""
+        if self._open:
+            self._open = False
+            self._backend.abort(self)
 
 
 class Lease:
@@ -143,16 +144,18 @@ class LocalCPUBackend:
         Raises:
             BackendError: The index failed.
         """
-        return self.arena.index.contains(key.digest)
+        with self.arena.use():
+            return self.arena.index.contains(key.digest)
 
     def lease(self, key: CacheEngineKey) -> Lease | None:
         """Pin the entry if it is READY. Tens of microseconds; one dict look-up if leased here.
 
         Raises:
-            BackendError: The index failed.
+            BackendError: The index failed, or this backend is closed.
         """
         digest = key.digest
-        with self._lock:
+        with self.arena.use(), self._lock:
+            self._check_open()
             count, slot = self._leases.get(digest, (0, None))
             if slot is None:
                 slot = self.arena.index.lease(digest)
@@ -173,7 +176,8 @@ class LocalCPUBackend:
                 return
             del self._leases[digest]
             try:
-                self.arena.index.release(digest)
+                with self.arena.use():
+                    self.arena.index.release(digest)
             except BackendError:  # the pin stays until this process ends
                 self._events.count("errors", "memory")
 
@@ -183,8 +187,22 @@ class LocalCPUBackend:
         Returns EXISTS, BUSY or FULL in place of a reservation.
 
         Raises:
-            BackendError: The index failed.
+            BackendError: The index failed, or this backend is closed.
         """
+        self.arena.begin()  # until the reservation ends: a closed arena's extents go to others
+        reservation = None
+        try:
+            self._check_open()
+            answer = self._reserve(key, nbytes)
+            if isinstance(answer, Slot):
+                reservation = Reservation(self, key, answer)
+                return reservation
+            return answer
+        finally:
+            if reservation is None:
+                self.arena.end()
+
+    def _reserve(self, key: CacheEngineKey, nbytes: int) -> Slot | Refusal:
         length = -(-nbytes // PAGE) * PAGE
         index = self.arena.index
         reclaimed, may_grow = False, True
@@ -192,9 +210,7 @@ class LocalCPUBackend:
             answer, evicted = index.reserve(key.digest, length, may_grow=may_grow)
             if evicted:
                 self._events.count("evictions", "memory", evicted)
-            if isinstance(answer, Slot):
-                return Reservation(self, key, answer)
-            if answer is Refusal.EXISTS:
+            if isinstance(answer, Slot) or answer is Refusal.EXISTS:
                 return answer
             if answer is Refusal.GROW:
                 may_grow = self.arena.grow(length)
@@ -210,10 +226,27 @@ class LocalCPUBackend:
         """Make a reservation READY; called by :meth:`Reservation.commit`."""
         key = reservation.key
         nbytes = prod(shape) * _dtype(key).itemsize
-        with self._lock:
-            slot = self.arena.index.commit(key.digest, payload_offset, nbytes, shape)
-            self._leases[key.digest] = (1, slot)
-        return Lease(self, key, slot)
+        try:
+            with self._lock:
+                self._check_open()
+                slot = self.arena.index.commit(key.digest, payload_offset, nbytes, shape)
+                self._leases[key.digest] = (1, slot)
+            return Lease(self, key, slot)
+        except BackendError:
+            with contextlib.suppress(BackendError):
+                self.arena.index.abort(key.digest)
+            raise
+        finally:
+            self.arena.end()
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give a reservation back; called by :meth:`Reservation.abort`."""
+        try:
+            self.arena.index.abort(reservation.key.digest)
+        except BackendError:  # the extent comes back when this process ends
+            self._events.count("errors", "memory")
+        finally:
+            self.arena.end()
 
     def view(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
         """The tensor of a lease that another process, or another part of this one, holds."""
@@ -226,7 +259,8 @@ class LocalCPUBackend:
         Raises:
             BackendError: The index failed.
         """
-        return self.arena.index.usage()
+        with self.arena.use():
+            return self.arena.index.usage()
 
     def close(self) -> None:
         """Leave the arena, if no other backend of this process is in it. Idempotent."""
@@ -234,9 +268,14 @@ class LocalCPUBackend:
             if self._closed:
                 return
             self._closed = True
-            for digest in self._leases:
-                self.arena.index.release(digest)
+            with contextlib.suppress(BackendError), self.arena.use():
+                for digest in self._leases:
+                    self.arena.index.release(digest)
         _leave(self.arena)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BackendError("the memory tier is closed")
 
 
 def _dtype(key: CacheEngineKey) -> torch.dtype:

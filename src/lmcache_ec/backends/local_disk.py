@@ -425,7 +425,7 @@ def _remove_orphan(temporary: Path) -> bool:
 
 def _usage(usage: int) -> int | None:
     """Bytes in use by the usage file; None if it is new or damaged."""
-    text = os.pread(usage, 64, 0)
+    text = os.pread(usage, 21, 0)
     return int(text) if _USAGE.fullmatch(text) else None
 
 

@@ -45,7 +45,8 @@ ENVIRONMENT = {
 }
 _RESETS = ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")
 _REQUEST_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 30.0
+_SHUTDOWN_TIMEOUT_S = 15  # what vLLM gives its engine
+_STOP_TIMEOUT_S = 30.0  # what we give vLLM
 _LOG_TAIL_LINES = 40
 
 
@@ -146,6 +147,8 @@ class VLLMServer:
             self._arguments.append(f"--{option.replace('_', '-')}")
             if value is not True:
                 self._arguments.append(str(value))
+        # By default vLLM kills its engine at once, before it can put anything away.
+        self._arguments += ["--shutdown-timeout", str(_SHUTDOWN_TIMEOUT_S)]
         if media_directory is not None:
             self._arguments += ["--allowed-local-media-path", str(media_directory)]
         if ec is not None:
