@@ -9,7 +9,7 @@ buffer again and again would measure the cache.
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import json
 import os
 import platform
@@ -225,17 +225,18 @@ def table(results: Results) -> list[str]:
 
 def aims(results: Results) -> list[str]:
     """What this benchmark is to show, each with the figures that show it or do not."""
-    large = [size for size in SIZES_MB if size >= 4.5]
-    arena = {row.operation: row for row in ROWS if row.operation in {"write", "read_arena"}}
-    arena["write"] = next(r for r in ROWS if r.contender == OURS and r.operation == "write")
     lines = []
-    for name, row in (("arena write", arena["write"]), ("arena read", arena["read_arena"])):
-        worst = min(speed(results, size, row) for size in large)
+    for operation, name in (("write", "put"), ("read_arena", "lease and copy_")):
+        row = next(r for r in ROWS if (r.contender, r.operation) == (OURS, operation))
+        worst = min(speed(results, size, row) for size in SIZES_MB if size >= 4.5)
         lines.append(_aim(worst >= 0.9, f"{name} at 0.9 of copy_ from 4.5 MB up: {worst:.2f}"))
     for operation, limit_us in (("save", 100), ("save_busy", 100), ("has", 5), ("lookup", 50)):
-        worst = max(results[size, OURS, operation].median for size in SIZES_MB) * 1e6
-        text = f"{CALLS[operation]} under {limit_us} us at any size: {worst:.1f}"
-        lines.append(_aim(worst < limit_us, text))
+        slowest = max(results[size, OURS, operation].median for size in SIZES_MB) * 1e6
+        text = f"{CALLS[operation]} under {limit_us} us at any size: {slowest:.1f}"
+        lines.append(_aim(slowest < limit_us, text))
+    if (SIZES_MB[0], LMCACHE, "write") in results:
+        lost = [line for line in slower(results) if LMCACHE in line]
+        lines.append(_aim(not lost, f"never slower than {LMCACHE}: {len(lost)} cases below"))
     return lines
 
 
@@ -247,14 +248,13 @@ def slower(results: Results) -> list[str]:
     """Where a contender other than ``copy_`` takes less time than lmcache-ec."""
     lines = []
     for row in ROWS:
-        ours = (OURS, row.operation)
         if row.contender in {OURS, COPY}:
             continue
         for size in SIZES_MB:
             if (size, row.contender, row.operation) not in results:
                 continue
             theirs = results[size, row.contender, row.operation].rounds
-            own = results[size, *ours].rounds
+            own = results[size, OURS, row.operation].rounds
             ratio = statistics.median(a / b for a, b in zip(own, theirs, strict=True))
             if ratio > 1:
                 lines.append(f"  {row.group}, {size:g} MB: {row.label} takes 1/{ratio:.2f} of ours")
@@ -276,7 +276,9 @@ def machine() -> dict[str, str]:
     model = next(line for line in cpuinfo.splitlines() if line.startswith("model name"))
 
     def git(*arguments: str) -> str:
-        answer = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        answer = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         return answer.stdout.strip()
 
     changed = " with changes" if git("status", "--porcelain", "src", "benchmarks") else ""
@@ -286,7 +288,7 @@ def machine() -> dict[str, str]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "load": f"{os.getloadavg()[0]:.1f} at the end",
-        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+        "date": f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC",
     }
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-
 from benchmarks.contenders.serving import Operation, serve
 
 
@@ -32,7 +31,8 @@ class Files:
             safetensors.torch.save_file({"ec_cache": sources[i].detach().cpu()}, paths[i])
 
         def read(i: int) -> torch.Tensor:
-            return safetensors.torch.load_file(paths[i], device="cpu")["ec_cache"]
+            loaded: torch.Tensor = safetensors.torch.load_file(paths[i], device="cpu")["ec_cache"]
+            return loaded
 
         def read_use(i: int) -> torch.Tensor:
             return use.copy_(read(i))

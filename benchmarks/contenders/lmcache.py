@@ -6,14 +6,13 @@ import os
 
 # Before the import: it reads them there.
 os.environ["LMCACHE_TRACK_USAGE"] = "false"
-os.environ["LMCACHE_LOG_LEVEL"] = "WARNING"  # it would log a line for each put
+os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"  # it logs a line for each put and each eviction
 
 import torch
+from benchmarks.contenders.serving import SPARE, Operation, serve
 from lmcache.v1.config import load_ec_engine_config  # type: ignore[import-not-found]
 from lmcache.v1.ec_engine import ECCacheEngine  # type: ignore[import-not-found]
 from lmcache.v1.metadata import LMCacheMetadata  # type: ignore[import-not-found]
-
-from benchmarks.contenders.serving import SPARE, Operation, serve
 
 
 class LMCache:

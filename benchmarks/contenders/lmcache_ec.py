@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 
 import torch
-from vllm import SamplingParams
+from benchmarks.contenders.serving import SPARE, Operation, serve
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.v1.request import Request
 
-from benchmarks.contenders.serving import SPARE, Operation, serve
 from lmcache_ec import ECCacheEngine, ECMetadata
 from lmcache_ec.config import GIB, ECEngineConfig
 from lmcache_ec.events import Events
 from lmcache_ec.vllm.plan import ECPlan
 from lmcache_ec.vllm.scheduler import SchedulerHalf
 from lmcache_ec.vllm.worker import WorkerHalf
+from vllm import SamplingParams
 
 SAVE_TIMEOUT_S = 60
 

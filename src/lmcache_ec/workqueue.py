@@ -6,12 +6,15 @@ import logging
 import threading
 import time
 from collections import deque
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
 logger = logging.getLogger(__name__)
+
+EXIT_TIMEOUT_S = 2.0  # how long the end of a process waits for a queue that nobody closed
 
 
 class WorkQueue:
@@ -34,6 +37,9 @@ class WorkQueue:
         self._running: list[threading.Thread] = []
         self._closed = False
         self.pending_bytes = 0
+        # A thread that still runs torch's code while Python ends would abort the process. Not
+        # atexit: children of multiprocessing do not run it.
+        self._at_exit = Finalize(None, self.close, (EXIT_TIMEOUT_S,), exitpriority=1)
 
     def submit(self, work: Callable[[], None], nbytes: int, memory: Hashable = None) -> bool:
         """Run ``work`` later; False when the queue is full or closed, and then it never runs.
@@ -68,6 +74,7 @@ class WorkQueue:
     def close(self, timeout_s: float) -> None:
         """Refuse new work, wait for what is there, forget what is not done in time. Idempotent."""
         deadline = time.monotonic() + timeout_s
+        self._at_exit.cancel()
         with self._changed:
             self._closed = True
         if not self.flush(timeout_s):

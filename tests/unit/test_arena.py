@@ -82,7 +82,7 @@ def test_the_directory_is_private_and_named_for_its_scope(shm: Path) -> None:
     backend = make(shm)
     directory = arena_directory(shm)
     assert directory.stat().st_mode & 0o777 == 0o700
-    pid_namespace = os.stat("/proc/self/ns/pid").st_ino
+    pid_namespace = Path("/proc/self/ns/pid").stat().st_ino
     assert directory.name == f"lmcache-ec-{os.geteuid()}-{pid_namespace}-v{LAYOUT}"
     assert all(path.stat().st_mode & 0o077 == 0 for path in directory.rglob("*"))
     backend.close()
@@ -133,6 +133,7 @@ def test_entries_outlive_the_death_of_everybody(
         child.answer()
         for entry in range(number, 12, 2):
             assert child.ask(("put", entry))
+    for number, child in enumerate(children):
         # Held when they die: a lease on what a smaller arena drops, and a reservation.
         assert child.ask(("lease", 11)) == "Lease"
         assert child.ask(("reserve", 20 + number, 100)) == "Reservation"
@@ -141,9 +142,9 @@ def test_entries_outlive_the_death_of_everybody(
     backend = make(shm, capacity)
     usage = backend.usage()
     assert (usage.capacity, usage.pinned) == (capacity, 0)
-    fit = min(12, capacity // (64 << 10))
-    assert [n for n in range(12) if found(backend, n)] == list(range(fit))
-    assert usage.entries == fit
+    in_place = [*range(0, 12, 2), *range(1, 12, 2)][: capacity // (64 << 10)]
+    assert [n for n in range(12) if found(backend, n)] == sorted(in_place)
+    assert usage.entries == len(in_place)
     assert all(put(backend, n) for n in range(20, 60))
     backend.arena.index.check()
     backend.close()
@@ -259,7 +260,7 @@ def test_a_planted_directory_is_refused(shm: Path, plant: str) -> None:
         if os.geteuid():
             pytest.skip("only root can give a directory away")
         os.chown(directory, 12345, -1)
-    with pytest.raises(ConfigError, match="(?i)remove it, or set shm_path elsewhere") as caught:
+    with pytest.raises(ConfigError, match="emove it, or set shm_path elsewhere") as caught:
         make(shm)
     assert str(directory) in str(caught.value)
     assert list(target.iterdir()) == []
@@ -523,7 +524,7 @@ def test_a_small_tmpfs_is_used_as_far_as_it_goes(
     assert child.ask(("found", 59, size))[0]
     assert child.ask(("put", 60, size))[0]
     (small_tmpfs / "neighbour").unlink()
-    assert all(child.ask(("put", number, size))[0] for number in range(60, 80))
+    assert all(child.ask(("put", number, size))[0] for number in range(61, 80))
     assert child.end() == 0
     assert list(small_tmpfs.iterdir()) == []
 
@@ -555,6 +556,6 @@ def test_populating_changes_no_byte(shm: Path) -> None:
     arena = Arena(shm, MIB, CachePolicy.LRU)
     assert arena.grow(MIB)
     arena.bytes.fill_(7)
-    arena._populate(arena.bytes)
+    arena._populate(arena.bytes, 0, MIB)
     assert bool((arena.bytes == 7).all())
     arena.close()

@@ -16,16 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from lmcache_ec.testing import vllm_site
+from lmcache_ec.testing.in_process_llm import InProcessLLM, in_process_llm
 from lmcache_ec.testing.tiny_models import make_tiny_model
-from lmcache_ec.testing.vllm_server import (
-    ENVIRONMENT,
-    InProcessLLM,
-    VLLMServer,
-    in_process_llm,
-)
+from lmcache_ec.testing.vllm_server import ENVIRONMENT, VLLMServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 # Both must be there before any test module imports vLLM.
 vllm_site.activate()
@@ -57,7 +53,7 @@ class OpenEngine(Protocol):
     """Opens an engine of a tiny model in this process, for a ``with``; see ``in_process_llm``."""
 
     def __call__(
-        self, model: str, ec: dict[str, Any] | None = None, **options: Any
+        self, model: str, ec: Mapping[str, Any] | None = None, **options: Any
     ) -> AbstractContextManager[InProcessLLM]: ...
 
 
@@ -110,7 +106,7 @@ def open_engine(model_dir: Callable[[str], Path]) -> OpenEngine:
     """Factory of engines in this process."""
 
     def open_one(
-        model: str, ec: dict[str, Any] | None = None, **options: Any
+        model: str, ec: Mapping[str, Any] | None = None, **options: Any
     ) -> AbstractContextManager[InProcessLLM]:
         return in_process_llm(model_dir(model), ec, **options)
 

@@ -90,6 +90,7 @@ def test_restarts_crashes_and_a_second_server(
     fourth = start_server("qwen2_vl", ec=connector(shm, disk))
     assert fourth.chat(TEXT, [PICTURE]).token_ids == expected
     assert (fourth.encoded_items(), hits(fourth, "disk")) == (0, 1)
+    fourth.stop()
 
 
 def test_two_servers_share_one_directory_as_two_hosts_would(

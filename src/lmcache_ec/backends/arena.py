@@ -16,7 +16,6 @@ tensors.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import errno
@@ -28,6 +27,7 @@ import shutil
 import stat
 import threading
 import weakref
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,6 +98,7 @@ class Arena:
             usage = self.index.usage()
             self._short = usage.watermark + room < usage.capacity
             self.bytes = self._map(usage.capacity, usage.watermark)
+            self._reclaim_dead(self.index)
         except OSError as error:
             self._leave()
             raise BackendError(f"memory tier at {self.directory}: {error}") from error
@@ -119,8 +120,10 @@ class Arena:
                 self.directory, usage.capacity >> 20, capacity_bytes >> 20,
             )  # fmt: skip
         _open_arenas.add(self)
+        # After the work queues. Not atexit: children of multiprocessing do not run it.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
         threading.Thread(
-            target=self._populate, args=(self.bytes[: usage.watermark],), daemon=True
+            target=self._populate, args=(self.bytes, 0, usage.watermark), daemon=True
         ).start()
 
     # ------------------------------------------------------------------ use
@@ -176,7 +179,7 @@ class Arena:
                 except OSError as error:
                     logger.debug("no blocks for the memory tier: %s", error)
                     continue
-                self._populate(self.bytes[start:end])
+                self._populate(self.bytes, start, end)
                 self.index.grow(start, end)
                 return True
             if not self._short:
@@ -223,6 +226,7 @@ class Arena:
                 return
             self.closed = True
             _open_arenas.discard(self)
+            self._at_exit.cancel()
             if not self._idle.wait_for(lambda: self._uses == 0, CLOSE_TIMEOUT_S):
                 return
         with self._locked():
@@ -410,25 +414,21 @@ class Arena:
         return info.f_bavail * info.f_frsize - HEADROOM_BYTES
 
     @staticmethod
-    def _populate(extent: torch.Tensor) -> None:
+    def _populate(mapping: torch.Tensor, start: int, end: int) -> None:
         """Map allocated pages now, in steps, so that the first copy meets no page fault.
 
         A kernel that lacks it refuses, and the first copy is slower.
         """
-        for start in range(0, len(extent), GROWTH_BYTES):
-            step = extent[start : start + GROWTH_BYTES]
+        # The loop is plain Python: if the process ends meanwhile, a thread may not be in torch.
+        address = mapping.data_ptr()
+        for offset in range(start, end, GROWTH_BYTES):
+            length = min(GROWTH_BYTES, end - offset)
             _libc.madvise(
-                ctypes.c_void_p(step.data_ptr()), ctypes.c_size_t(len(step)), _MADV_POPULATE_WRITE
+                ctypes.c_void_p(address + offset), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
             )
 
 
 _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for arena in list(_open_arenas):
-        arena.close()
 
 
 def _forget_all() -> None:

@@ -167,8 +167,8 @@ class Index:
             self._env.reader_check()
             # LMDB trusts the length of its file: reading past the end would be a SIGBUS.
             end = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-            if (path / "data.mdb").stat().st_size < end:
-                os.truncate(path / "data.mdb", end)
+            with (path / "data.mdb").open("rb+") as data:
+                os.posix_fallocate(data.fileno(), 0, end)
             self._meta = self._env.open_db(b"meta")  # name -> u64
             self._entries = self._env.open_db(b"entries")  # digest -> Slot
             self._order = self._env.open_db(b"order")  # order key -> digest, evictable only
