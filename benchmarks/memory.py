@@ -32,6 +32,7 @@ ROUNDS, QUICK_ROUNDS = 15, 3
 MIN_BUFFERS = 4
 CACHES = 4  # the buffers of one contender fill the last-level cache this many times
 FALLBACK_CACHE_BYTES = 32 << 20
+NOISE = 1.03  # a smaller difference says nothing
 CLOSE_TIMEOUT_S = 30
 
 OURS, LMCACHE, FILES, COPY = "lmcache-ec", "LMCache 0.5.6", "safetensors", "copy_"
@@ -256,7 +257,7 @@ def slower(results: Results) -> list[str]:
             theirs = results[size, row.contender, row.operation].rounds
             own = results[size, OURS, row.operation].rounds
             ratio = statistics.median(a / b for a, b in zip(own, theirs, strict=True))
-            if ratio > 1:
+            if ratio > NOISE:
                 lines.append(f"  {row.group}, {size:g} MB: {row.label} takes 1/{ratio:.2f} of ours")
     return lines or ["  nothing: no contender is faster at any size"]
 

@@ -55,7 +55,9 @@ class ECCacheEngine:
     ) -> None:
         dtype = str(encoder_dtype).removeprefix("torch.")
         if dtype not in entry.DTYPES:
-            raise ConfigError(f"encoder_dtype: {dtype} is not one of {', '.join(sorted(entry.DTYPES))}")
+            raise ConfigError(
+                f"encoder_dtype: {dtype} is not one of {', '.join(sorted(entry.DTYPES))}"
+            )
         self.config = config
         self.encoder_dtype = encoder_dtype
         self.events = events or Events()

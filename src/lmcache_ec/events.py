@@ -37,19 +37,27 @@ class Events:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self.version = 0  # grows with every count
 
     def count(self, name: str, label: str, amount: float = 1) -> None:
         """Add ``amount`` to a counter of ``COUNTERS``."""
         assert name in COUNTERS, name
         with self._lock:
             self._values[name, label] += amount
-            self.version += 1
 
     def value(self, name: str, label: str) -> float:
         """Current value of one counter, 0 if it never counted."""
         with self._lock:
             return self._values.get((name, label), 0)
+
+    def since(self, reported: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+        """Increments over ``reported``, by name and label, which is brought up to date."""
+        grown = {}
+        for count in self.snapshot():
+            key = (count.name, count.label)
+            if increment := count.value - reported.get(key, 0):
+                grown[key] = increment
+                reported[key] = count.value
+        return grown
 
     def snapshot(self) -> list[Count]:
         """All counters that ever counted, sorted."""

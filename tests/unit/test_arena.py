@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -99,6 +100,18 @@ def test_last_one_to_close_removes_everything(shm: Path, start: Callable[..., An
     assert second.ask(("found", 1))
     assert second.end() == 0
     assert list(shm.iterdir()) == []
+
+
+def test_the_index_is_never_taken_for_unused(shm: Path, start: Callable[..., Any]) -> None:
+    # By this POSIX lock LMDB tells whether it may start over with the mutexes.
+    child = start(serve, shm)
+    child.answer()
+    with (
+        (arena_directory(shm) / "index" / "lock.mdb").open("rb+") as file,
+        pytest.raises(BlockingIOError),
+    ):
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+    assert child.end() == 0
 
 
 def test_a_process_that_forgets_to_close(shm: Path, start: Callable[..., Any]) -> None:
@@ -321,7 +334,12 @@ def fork_and_wait(connection: Connection, shm: Path) -> None:
     put(backend, 1)
     backend.lease(key(1))
     ours, theirs = os.pipe()
-    fork(lambda: os.close(theirs) is None and os.read(ours, 1) == b"")
+
+    def outlive() -> bool:
+        os.close(theirs)
+        return os.read(ours, 1) == b""
+
+    fork(outlive)
     connection.send(None)
     connection.recv()
 

@@ -110,6 +110,7 @@ def racing(connection: Connection, shm: Path, seed: int) -> None:
             hits += 1
         else:
             put(backend, number)
+    connection.recv()
     connection.send(hits)
     connection.recv()
     backend.close()

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -40,8 +41,12 @@ def gate() -> Iterator[Gate]:
 def test_runs_in_order_off_the_callers_thread() -> None:
     queue = WorkQueue("test", 1, 1000)
     done: list[tuple[int, threading.Thread]] = []
+
+    def note(number: int) -> None:
+        done.append((number, threading.current_thread()))
+
     for number in range(10):
-        assert queue.submit(lambda n=number: done.append((n, threading.current_thread())), 1)
+        assert queue.submit(partial(note, number), 1)
     assert queue.flush(TIMEOUT_S)
     assert [number for number, _ in done] == list(range(10))
     assert threading.current_thread() not in {thread for _, thread in done}

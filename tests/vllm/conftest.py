@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from lmcache_ec.testing import vllm_site
-from lmcache_ec.testing.in_process_llm import InProcessLLM, in_process_llm
 from lmcache_ec.testing.tiny_models import make_tiny_model
-from lmcache_ec.testing.vllm_server import ENVIRONMENT, VLLMServer
+from lmcache_ec.testing.vllm_server import (
+    ENVIRONMENT,
+    InProcessLLM,
+    VLLMServer,
+    in_process_llm,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -88,7 +88,7 @@ def hits(engine: InProcessLLM, tier: str) -> int:
 def test_hits_in_one_process_and_after_a_restart(
     model: str, open_engine: OpenEngine, tiers: dict[str, Any]
 ) -> None:
-    media: dict[str, list[bytes]] = (
+    media: dict[str, Any] = (
         {"audios": [tone(400)]} if model == "qwen2_audio" else {"images": [noise_picture(1)]}
     )
     with open_engine(model) as engine:
@@ -96,7 +96,8 @@ def test_hits_in_one_process_and_after_a_restart(
         assert engine.encoded_items() >= 1
     with open_engine(model, tiers) as engine:
         assert engine.generate(TEXT, **media) == expected
-        assert (encoded := engine.encoded_items()) >= 1
+        encoded = engine.encoded_items()
+        assert encoded >= 1
         wait_until_saved(engine, encoded)
         engine.reset_caches()
         assert engine.generate(TEXT, **media) == expected
@@ -141,7 +142,7 @@ def test_several_and_repeated_images(
 
 
 def test_preemption_under_a_tiny_kv_cache(open_engine: OpenEngine, tiers: dict[str, Any]) -> None:
-    options = {
+    options: dict[str, Any] = {
         "num_gpu_blocks_override": 8,
         "block_size": 32,
         "max_model_len": 160,

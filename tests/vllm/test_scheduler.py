@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs it")
 
-from vllm import SamplingParams
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -31,6 +30,7 @@ from vllm.v1.request import Request
 
 from lmcache_ec.vllm.plan import WorkerReport
 from lmcache_ec.vllm.scheduler import SchedulerHalf
+from vllm import SamplingParams
 
 WIDTH = 32
 ROWS = 6
@@ -300,7 +300,7 @@ def test_what_does_not_identify_is_neither_looked_up_nor_saved(
 
 def test_an_operator_may_allow_uuids_but_never_counters_or_loras(shm: Path) -> None:
     cache = Cache(shm, cache_client_uuids=True)
-    saved = set()
+    saved: set[str] = set()
     for number, (identifier, mm_hash) in enumerate(
         [("my-uuid", None), ("renderer0-mm-1-image-0", None), (f"lora:{name('a')}", name("a"))]
     ):

@@ -159,7 +159,9 @@ def test_hostile_requests_harm_themselves_alone(
             "v1/chat/completions",
             {
                 "model": "tiny",
-                "messages": [{"role": "user", "content": [unknown, {"type": "text", "text": TEXT}]}],
+                "messages": [
+                    {"role": "user", "content": [unknown, {"type": "text", "text": TEXT}]}
+                ],
             },
         )
     assert server.chat(TEXT, [PICTURE]).token_ids == expected

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 LAYOUT = 1  # of everything below the directory; another number is another arena
 GROWTH_BYTES = 64 << 20  # blocks are allocated in steps of this much
 HEADROOM_BYTES = 8 << 20  # left on the tmpfs for the index and for others
+LOCK_FILE_BYTES = 1024 * 64 + 4096  # 1024 readers of a cache line each, and LMDB's header
 CLOSE_TIMEOUT_S = 5.0  # how long close() waits for those who still write into an extent
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, madvise(2); older kernels refuse it and fault page by page
@@ -367,10 +368,8 @@ class Arena:
             self._file_fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             index = None
             try:
+                _create_lock_file(path)
                 index = Index(path, self._holder, policy)
-                # Its pages are touched through a mapping, where a full tmpfs would be a SIGBUS.
-                with (path / "lock.mdb").open("rb+") as lock:
-                    os.posix_fallocate(lock.fileno(), 0, os.fstat(lock.fileno()).st_size)
                 if alone:
                     index.check()
                     size, watermark = os.fstat(self._file_fd).st_size, index.usage().watermark
@@ -426,6 +425,22 @@ class Arena:
             _libc.madvise(
                 ctypes.c_void_p(address + offset), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
             )
+
+
+def _create_lock_file(path: Path) -> None:
+    """Create LMDB's lock file with all its blocks: touching it on a full tmpfs would be a SIGBUS.
+
+    Never opened here once it exists: closing any descriptor of it would drop this process's POSIX
+    lock on it, and the next process to open the index would take it for unused and start over
+    with the mutexes that others hold.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        fd = os.open(path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, LOCK_FILE_BYTES)
+        finally:
+            os.close(fd)
 
 
 _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()

@@ -1,17 +1,17 @@
-"""A real vLLM API server for tests and the demo, and the requests that it is sent.
+"""Real vLLM for tests and the demo: an API server in its own processes, an engine in this one.
 
-It runs small models on a CPU. Whether the encoder ran is counted around the model's own encoder
-call.
+Both run small models on a CPU with the same engine options, so that their answers can be
+compared token by token. Whether the encoder ran is counted around the model's own encoder call.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from lmcache_ec.testing import vllm_site
+from lmcache_ec.testing import process_group, vllm_site
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
+    from vllm import LLM
+
 MODEL_NAME = "tiny"  # what requests call the served model
-# The same for every engine, so that the answers of two can be compared token by token.
-ENGINE_OPTIONS: dict[str, Any] = {
+_ENGINE_OPTIONS: dict[str, Any] = {
     "enforce_eager": True,
     "max_model_len": 4096,
     "max_num_seqs": 4,
@@ -142,7 +143,7 @@ class VLLMServer:
             **(environment or {}),
         }
         self._arguments = ["--model", str(model), "--served-model-name", MODEL_NAME]
-        for option, value in ENGINE_OPTIONS.items():
+        for option, value in _ENGINE_OPTIONS.items():
             self._arguments.append(f"--{option.replace('_', '-')}")
             if value is not True:
                 self._arguments.append(str(value))
@@ -285,7 +286,7 @@ class VLLMServer:
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_TIMEOUT_S)
-        _wait_until_ended(self._process.pid, _TRACKER_TIMEOUT_S)
+        process_group.wait_until_ended(self._process.pid, _TRACKER_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
@@ -296,21 +297,10 @@ class VLLMServer:
         """
         if self._process is None:
             return
-        group = self._process.pid
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGSTOP)  # none can see another die
-            commands = {
-                pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in _group_members(group)
-            }
-            for pid, command in commands.items():
-                if b"resource_tracker" not in command:
-                    with contextlib.suppress(ProcessLookupError):  # its parent's death took it
-                        os.kill(pid, signal.SIGKILL)
-            os.killpg(group, signal.SIGCONT)
-            self._process.wait()
-            _wait_until_ended(group, _TRACKER_TIMEOUT_S)
-            os.killpg(group, signal.SIGKILL)
+        process_group.kill_at_once(self._process.pid, spare=b"resource_tracker")
         self._process.wait()
+        process_group.wait_until_ended(self._process.pid, _TRACKER_TIMEOUT_S)
+        process_group.kill_at_once(self._process.pid)
         self._process = None
 
     @property
@@ -354,6 +344,105 @@ class VLLMServer:
             yield response
 
 
+class InProcessLLM:
+    """A real engine whose scheduler and worker run in this process; see :func:`in_process_llm`.
+
+    Attributes:
+        llm: vLLM's own object.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def generate(
+        self,
+        text: str,
+        images: Sequence[bytes | Path] = (),
+        *,
+        audios: Sequence[bytes] = (),
+        uuids: Sequence[str] | None = None,
+        max_tokens: int = 8,
+    ) -> list[int]:
+        """Exactly ``max_tokens`` greedy tokens; the other arguments as in `chat_messages`."""
+        from vllm import SamplingParams
+
+        (result,) = self.llm.chat(
+            chat_messages(text, images, audios, uuids),
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            use_tqdm=False,
+        )
+        return list(result.outputs[0].token_ids)
+
+    def reset_caches(self) -> None:
+        """Empty vLLM's own caches of prefixes, preprocessed inputs and encoder outputs."""
+        self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def encoded_items(self) -> int:
+        """How many inputs the encoder of rank 0 computed since this was last asked."""
+        return int(self.llm.collective_rpc("take_encoded_items")[0]["items"])
+
+
+@contextlib.contextmanager
+def in_process_llm(
+    model: Path,
+    ec: Mapping[str, Any] | None = None,
+    *,
+    media_directory: Path | None = None,
+    **options: object,
+) -> Iterator[InProcessLLM]:
+    """Run an engine in the calling process, and take it down whole.
+
+    Engines may follow each other in one process, but not overlap. One that failed may hang when
+    it is asked again: take a new one.
+
+    Args:
+        model: Directory of the model.
+        ec: Arguments of vLLM's ``ECTransferConfig``, or None for no connector.
+        media_directory: Folder whose pictures requests may name by file URL.
+        options: More arguments of ``vllm.LLM``, over those that make it small.
+    """
+    vllm_site.activate()
+    before = dict(os.environ)
+    cores = os.sched_getaffinity(0)
+    # vLLM looks into a model's class in a child process even here.
+    os.environ.update(
+        ENVIRONMENT,
+        PYTHONPATH=vllm_site.child_pythonpath(),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+    try:
+        from vllm.config import ECTransferConfig
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.ec_transfer import ensure_ec_transfer_shutdown
+
+        from vllm import LLM
+
+        settings = {**_ENGINE_OPTIONS, **options, "model": str(model)}
+        if media_directory is not None:
+            settings["allowed_local_media_path"] = str(media_directory)
+        if ec is not None:
+            settings["ec_transfer_config"] = ECTransferConfig(**ec)
+        llm = None
+        try:
+            llm = LLM(**settings)
+            llm.collective_rpc("watch_encoder")
+            yield InProcessLLM(llm)
+        finally:
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown()
+            del llm
+            ensure_ec_transfer_shutdown()
+            cleanup_dist_env_and_memory()
+            gc.collect()
+    finally:
+        # vLLM's worker sets variables and binds this process to cores, for all that follows.
+        os.environ.clear()
+        os.environ.update(before)
+        os.sched_setaffinity(0, cores)
+
+
 def _image_url(image: bytes | Path) -> str:
     if isinstance(image, Path):
         return image.resolve().as_uri()
@@ -379,24 +468,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _wait_until_ended(group: int, timeout_s: float) -> None:
-    """Wait until no process of the group runs, or the time is over."""
-    deadline = time.monotonic() + timeout_s
-    while _group_members(group) and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-def _group_members(group: int) -> list[int]:
-    """Ids of the processes of this group that run; a zombie does not."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # pid (name) state parent group …; the name may itself contain blanks and brackets
-            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
-        if int(process_group) == group and state not in "ZX":
-            members.append(int(stat.parent.name))
-    return members

@@ -23,7 +23,7 @@ from lmcache_ec.engine import ECCacheEngine
 from lmcache_ec.errors import BackendError
 from lmcache_ec.events import Events
 from lmcache_ec.vllm.identity import encoder_dtype, metadata_from_vllm, refuse_unsupported
-from lmcache_ec.vllm.metrics import ECPromMetrics, ECStats, StatsSource
+from lmcache_ec.vllm.metrics import ECPromMetrics, ECStats
 from lmcache_ec.vllm.plan import ECPlan, WorkerReport
 from lmcache_ec.vllm.scheduler import SchedulerHalf
 from lmcache_ec.vllm.worker import WorkerHalf
@@ -72,10 +72,10 @@ class LMCacheECConnector(ECConnectorBase):
         config = load_ec_engine_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._reported: dict[tuple[str, str], float] = {}
         try:
             if role is ECConnectorRole.SCHEDULER:
                 self._scheduler = self._make_scheduler(vllm_config, config)
-                self._stats = StatsSource(self._scheduler.engine.events)
             else:
                 self._worker = self._make_worker(vllm_config, config)
         except BackendError as error:
@@ -223,18 +223,21 @@ class LMCacheECConnector(ECConnectorBase):
     @_guarded(lambda: None)
     def get_ec_connector_stats(self) -> ECStats | None:
         """What has counted since the last time, on the scheduler's side."""
-        if self._scheduler is None or not self._stats.changed():
+        if self._scheduler is None:
             return None
         engine = self._scheduler.engine
+        increments = engine.events.since(self._reported)
+        if not increments:
+            return None
         usage = engine.memory.usage()
-        return ECStats(
+        return ECStats.of(
+            increments,
             {
-                **self._stats.increments(),
                 "memory_bytes": usage.used,
                 "memory_pinned_bytes": usage.pinned,
                 "memory_entries": usage.entries,
                 "queue_bytes": engine.pending_bytes,
-            }
+            },
         )
 
     @_guarded(lambda: None)

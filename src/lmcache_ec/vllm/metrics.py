@@ -11,7 +11,7 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
     ECConnectorStats,
 )
 
-from lmcache_ec.events import COUNTERS, Events
+from lmcache_ec.events import COUNTERS
 
 GAUGES = {
     "memory_bytes": "Bytes of the memory tier in use, by all processes that share it",
@@ -29,6 +29,12 @@ class ECStats(ECConnectorStats):
     """Increments of counters as "name|label" and values of gauges as "name", in plain types."""
 
     data: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, increments: dict[tuple[str, str], float], gauges: dict[str, float]) -> ECStats:
+        """Stats of one interval."""
+        counters = {f"{name}{_SEPARATOR}{label}": by for (name, label), by in increments.items()}
+        return cls({**counters, **gauges})
 
     def reset(self) -> None:
         """Forget everything."""
@@ -53,30 +59,6 @@ class ECStats(ECConnectorStats):
     def is_empty(self) -> bool:
         """Whether there is nothing to show."""
         return not self.data
-
-
-class StatsSource:
-    """Turns counters into increments since the last time."""
-
-    def __init__(self, events: Events) -> None:
-        self._events = events
-        self._version = -1
-        self._reported: dict[str, float] = {}
-
-    def changed(self) -> bool:
-        """Whether anything has counted since :meth:`increments`."""
-        return self._events.version != self._version
-
-    def increments(self) -> dict[str, float]:
-        """Increments since the last call, by "name|label"."""
-        self._version = self._events.version
-        increments = {}
-        for count in self._events.snapshot():
-            key = f"{count.name}{_SEPARATOR}{count.label}"
-            if grown := count.value - self._reported.get(key, 0):
-                increments[key] = grown
-                self._reported[key] = count.value
-        return increments
 
 
 class ECPromMetrics(ECConnectorPromMetrics):

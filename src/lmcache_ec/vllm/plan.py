@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,9 +40,12 @@ class WorkerReport(ECConnectorWorkerMetadata):
     """
 
     step: int
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    counts: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> WorkerReport:
         """One report for both: the slower one's step."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(min(self.step, other.step), self.counts + other.counts)
+        counts = dict(self.counts)
+        for key, increment in other.counts.items():
+            counts[key] = counts.get(key, 0) + increment
+        return WorkerReport(min(self.step, other.step), counts)

@@ -109,9 +109,8 @@ class SchedulerHalf:
             end = feature.mm_position.offset + feature.mm_position.length
             if end <= num_computed_tokens or index in state.leases:
                 continue
-            if index not in state.missed and not self._settle(request, index, state):
-                settled = False
-            elif index in state.missed and self._conflicts(request, index):
+            ready = index in state.missed or self._settle(request, index, state)
+            if not ready or (index in state.missed and self._conflicts(request, index)):
                 settled = False
         return settled
 

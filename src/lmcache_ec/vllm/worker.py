@@ -8,7 +8,7 @@ alive.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,6 +56,7 @@ class WorkerHalf:
         self._saves = WorkQueue("lmcache-ec-save", 1, max_queue_bytes)
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._loaded = self._told = 0  # plans whose loads are done, and reported as done
         self._copies: deque[tuple[int, torch.cuda.Event | None]] = deque()
         if self._cuda:
             _register_with_cuda(memory.arena.bytes)
@@ -68,9 +69,9 @@ class WorkerHalf:
             if identifier not in encoder_cache:
                 source = self._memory.view(extent, self._dtype)
                 target = torch.empty(extent.shape, dtype=self._dtype, device=self._device)
-                # From registered memory this is one asynchronous copy, ordered by the stream
-                # before all that reads the tensor.
-                encoder_cache[identifier] = target.copy_(source, non_blocking=True)
+                # With CUDA this is one asynchronous copy from registered memory, which the
+                # stream orders before all that reads the tensor.
+                encoder_cache[identifier] = target.copy_(source, non_blocking=self._cuda)
         if plan.loads:
             event = torch.cuda.Event() if self._cuda else None
             if event is not None:
@@ -79,16 +80,13 @@ class WorkerHalf:
 
     def report(self) -> WorkerReport | None:
         """What the scheduler half has to know since the last report, or None."""
-        step = -1
         while self._copies and ((event := self._copies[0][1]) is None or event.query()):
-            step = self._copies.popleft()[0]
-        counts: Counter[tuple[str, str]] = Counter()
-        for count in self._events.snapshot():
-            key = (count.name, count.label)
-            if grown := count.value - self._reported.get(key, 0):
-                counts[key] = grown  # type: ignore[assignment]
-                self._reported[key] = count.value
-        return WorkerReport(step, counts) if step >= 0 or counts else None
+            self._loaded = self._copies.popleft()[0]
+        counts = self._events.since(self._reported)
+        if self._loaded == self._told and not counts:
+            return None
+        self._told = self._loaded
+        return WorkerReport(self._loaded, counts)
 
     # ------------------------------------------------------------------ saving
 
@@ -103,6 +101,9 @@ class WorkerHalf:
         if self._cuda:
             computed = torch.cuda.Event()
             computed.record()
+        elif self._device.type != "cpu":  # no way to wait for this device on another thread
+            self._engine.put(identifier, tensor)
+            return
         storage = tensor.untyped_storage()  # outputs are views of a batch
         if not self._saves.submit(
             lambda: self._save(identifier, tensor, computed), storage.nbytes(), storage.data_ptr()
