@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lmcache_ec.backends.arena import LAYOUT, Arena, arena_directory
-from lmcache_ec.backends.index import PAGE, CachePolicy
+from lmcache_ec.backends.index import PAGE, CachePolicy, Index
 from lmcache_ec.backends.local_cpu import LocalCPUBackend, Reservation
 from lmcache_ec.errors import BackendError, ConfigError
 from lmcache_ec.events import Events
@@ -195,10 +195,18 @@ def zero_index(directory: Path) -> None:
     os.truncate(data, size)
 
 
+def overlap(directory: Path) -> None:
+    index = Index(directory / "index", b"x" * 16, CachePolicy.LRU)
+    with index._write() as txn:
+        index._put_free(txn, 0, 64 << 10)  # where an entry lies
+    index.close()
+
+
 @pytest.mark.parametrize(
     "damage",
-    [truncate_arena, remove_arena, remove_index, overwrite_index, truncate_index, zero_index],
-)
+    [truncate_arena, remove_arena, remove_index, overwrite_index, truncate_index, zero_index,
+     overlap],
+)  # fmt: skip
 def test_a_damaged_arena_is_started_anew(
     shm: Path,
     start: Callable[..., Any],
@@ -479,95 +487,6 @@ def test_close_under_load(shm: Path, start: Callable[..., Any]) -> None:
     child = start(close_under_load, shm)
     assert child.answer() == []
     assert child.end() == 0
-
-
-# -------------------------------------------------------------------------- too small a tmpfs
-
-
-def fill(path: Path) -> None:
-    """Take all that is left of a file system."""
-    with path.open("wb", buffering=0) as file:
-        for step in (MIB, PAGE):
-            try:
-                while True:
-                    file.write(bytes(step))
-            except OSError:
-                continue
-
-
-def serve_small(connection: Connection, shm: Path, capacity_bytes: int) -> None:
-    """As ``serve``, and tells what was logged first."""
-    records: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lmcache_ec").addHandler(handler)
-    try:
-        backend = make(shm, capacity_bytes)
-    except BackendError as error:
-        connection.send(str(error))
-        return
-    connection.send(records)
-    while (question := connection.recv()) is not None:
-        verb, number, nbytes = question
-        connection.send((globals()[verb](backend, number, nbytes), backend.usage().watermark))
-    backend.close()
-    connection.send(records)
-
-
-def test_a_small_tmpfs_is_used_as_far_as_it_goes(
-    small_tmpfs: Path, start: Callable[..., Any]
-) -> None:
-    size = 4 * MIB
-    child = start(serve_small, small_tmpfs, 256 * MIB)
-    (warning,) = child.answer()
-    assert "--shm-size" in warning
-    assert str(small_tmpfs) in warning
-    answers = [child.ask(("put", number, size)) for number in range(40)]
-    assert all(done for done, _ in answers)
-    watermark = answers[-1][1]
-    assert 40 * MIB <= watermark <= 64 * MIB
-    assert [child.ask(("found", number, size))[0] for number in (38, 39)] == [True, True]
-    # A neighbour takes all the rest; what the arena has stays good, and room comes and goes.
-    fill(small_tmpfs / "neighbour")
-    assert all(child.ask(("put", number, size))[0] for number in range(40, 60))
-    assert child.ask(("found", 59, size))[0]
-    joiner = start(serve_small, small_tmpfs, 256 * MIB)
-    assert isinstance(joiner.answer(), list)  # warnings, not an error
-    assert joiner.ask(("found", 59, size))[0]
-    joiner.kill()
-    child.kill()
-    # The next start takes over, though the tmpfs is still full.
-    child = start(serve_small, small_tmpfs, 256 * MIB)
-    (warning,) = child.answer()
-    assert child.ask(("found", 59, size))[0]
-    assert child.ask(("put", 60, size))[0]
-    (small_tmpfs / "neighbour").unlink()
-    assert all(child.ask(("put", number, size))[0] for number in range(61, 80))
-    assert child.end() == 0
-    assert list(small_tmpfs.iterdir()) == []
-
-
-def test_a_tmpfs_that_fills_up_meanwhile(small_tmpfs: Path, start: Callable[..., Any]) -> None:
-    child = start(serve_small, small_tmpfs, 50 * MIB)
-    assert child.answer() == []
-    fill(small_tmpfs / "neighbour")
-    assert child.ask(("put", 1, MIB)) == (False, 0)
-    assert child.ask(("put", 2, MIB)) == (False, 0)
-    os.truncate(small_tmpfs / "neighbour", 20 * MIB)
-    assert child.ask(("put", 3, MIB))[0]
-    assert child.ask(("found", 3, MIB))[0]
-    child._connection.send(None)
-    (warning,) = child.answer()
-    assert "is full" in warning
-    assert child.end() == 0
-
-
-def test_a_full_tmpfs_is_refused(small_tmpfs: Path, start: Callable[..., Any]) -> None:
-    fill(small_tmpfs / "neighbour")
-    child = start(serve_small, small_tmpfs, 16 * MIB)
-    assert "--shm-size" in child.answer()
-    assert child.end() == 0
-    assert [path.name for path in small_tmpfs.iterdir()] == ["neighbour"]
 
 
 def test_populating_changes_no_byte(shm: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ending a process and all its descendants, which share its process group."""
+"""A process and all its descendants, which share its process group."""
 
 from __future__ import annotations
 
@@ -8,29 +8,44 @@ import signal
 import time
 from pathlib import Path
 
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Linux has it
+_TRACKER_TIMEOUT_S = 5.0
 
-def kill_at_once(group: int, *, spare: bytes | None = None) -> None:
-    """SIGKILL the processes of the group, such that none can act on another's death.
 
-    Args:
-        group: Id of the group, which is the process id of its leader.
-        spare: A process with these bytes in its command line lives on.
+def kill(group: int) -> None:
+    """SIGKILL the processes of the group, such that none sees another die; wait until all ended.
+
+    Python's resource tracker ends by itself a moment later: it first unlinks the semaphores and
+    the shared memory of the others, which would else stay for ever.
     """
     with contextlib.suppress(ProcessLookupError):  # the group is empty
         os.killpg(group, signal.SIGSTOP)
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in _members(group)}
         for pid, command in commands.items():
-            if spare is None or spare not in command:
+            if b"resource_tracker" not in command:
                 with contextlib.suppress(ProcessLookupError):  # its parent's death took it
                     os.kill(pid, signal.SIGKILL)
         os.killpg(group, signal.SIGCONT)
-
-
-def wait_until_ended(group: int, timeout_s: float) -> None:
-    """Wait until no process of the group runs, or the time is over."""
-    deadline = time.monotonic() + timeout_s
-    while _members(group) and time.monotonic() < deadline:
+    deadline = time.monotonic() + _TRACKER_TIMEOUT_S
+    while _members(group):
+        if time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def shared_memory(group: int) -> set[Path]:
+    """Files directly in /dev/shm that the group maps; these outlive processes that are killed."""
+    files: set[Path] = set()
+    for pid in _members(group):
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        # address permissions offset device inode path
+        mapped = (Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines())
+        files.update(path for path in mapped if path.parent == _SHARED_MEMORY)
+    return files
 
 
 def _members(group: int) -> list[int]:

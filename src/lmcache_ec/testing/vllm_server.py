@@ -46,7 +46,6 @@ _RESETS = ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")
 _REQUEST_TIMEOUT_S = 120.0
 _SHUTDOWN_TIMEOUT_S = 15  # what vLLM gives its engine
 _STOP_TIMEOUT_S = 30.0  # what we give vLLM
-_TRACKER_TIMEOUT_S = 5.0  # what we give its resource tracker afterwards
 _LOG_TAIL_LINES = 40
 
 
@@ -283,24 +282,26 @@ class VLLMServer:
         """Ask the server to end, as a service manager does; kill what is left. Idempotent."""
         if self._process is None:
             return
+        shared_memory = process_group.shared_memory(self._process.pid)
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_TIMEOUT_S)
-        process_group.wait_until_ended(self._process.pid, _TRACKER_TIMEOUT_S)
-        self.kill()
+        self._end(shared_memory)
 
     def kill(self) -> None:
-        """SIGKILL every process of the server at once and wait until all are gone. Idempotent.
+        """SIGKILL every process of the server at once and wait until all are gone. Idempotent."""
+        if self._process is not None:
+            self._end(process_group.shared_memory(self._process.pid))
 
-        Only Python's resource tracker lives a moment longer: it unlinks the shared memory that
-        vLLM itself had, which would else stay for ever.
+    def _end(self, shared_memory: set[Path]) -> None:
+        """Kill what runs, then unlink the shared memory of vLLM's own, which it may leave behind.
+
+        The cache's own lies in a directory and is left as it is.
         """
-        if self._process is None:
-            return
-        process_group.kill_at_once(self._process.pid, spare=b"resource_tracker")
-        self._process.wait()
-        process_group.wait_until_ended(self._process.pid, _TRACKER_TIMEOUT_S)
-        process_group.kill_at_once(self._process.pid)
+        process_group.kill(self._running.pid)
+        self._running.wait()
+        for file in shared_memory:
+            file.unlink(missing_ok=True)
         self._process = None
 
     @property
