@@ -489,6 +489,15 @@ def test_close_under_load(shm: Path, start: Callable[..., Any]) -> None:
     assert child.end() == 0
 
 
+def test_room_made_by_somebody_else_is_room(shm: Path, caplog: pytest.LogCaptureFixture) -> None:
+    arena = Arena(shm, MIB, CachePolicy.LRU)
+    assert arena.grow(MIB)
+    assert arena.grow(MIB // 2)
+    assert not arena.grow(MIB + PAGE)
+    assert caplog.records == []
+    arena.close()
+
+
 def test_populating_changes_no_byte(shm: Path) -> None:
     arena = Arena(shm, MIB, CachePolicy.LRU)
     assert arena.grow(MIB)

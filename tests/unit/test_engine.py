@@ -351,8 +351,8 @@ import torch
 from lmcache_ec import ECCacheEngine, ECEngineConfig, ECMetadata
 config = ECEngineConfig(shm_path=sys.argv[1], local_disk=sys.argv[2], max_local_cpu_size=0.01)
 engine = ECCacheEngine(config, ECMetadata("model", revision="r", weights="w"), torch.bfloat16)
-for number in range(20):
-    engine.put(str(number), torch.full((100, 1000), float(number)))
+for number in range(256):  # more than the disk can write before the script ends
+    engine.put(str(number), torch.full((10, 1000), float(number)))
 print(sorted({name.split(".")[0] for name in sys.modules} & {"vllm", "redis", "boto3", "lmcache"}))
 """
 
@@ -365,7 +365,7 @@ def test_a_script_that_forgets_to_close(config: ECEngineConfig, shm: Path) -> No
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\n", "")
     assert list(shm.iterdir()) == []
     with ECCacheEngine(config, METADATA, torch.bfloat16) as engine:
-        for number in range(20):
+        for number in range(256):
             found = engine.get(str(number), "cpu")
             assert found is not None
             assert bool((found == number).all())

@@ -153,6 +153,7 @@ def test_close_forgets_what_is_late(gate: Gate, caplog: pytest.LogCaptureFixture
         ("lmcache_ec.workqueue", logging.WARNING, "saver: 1 pieces of work were not done in time")
     ]
     assert not queue.submit(lambda: ran.append(2), 1)
+    assert queue.pending_bytes == 1  # only what still runs
     gate.opened.set()
     queue.close(TIMEOUT_S)
-    assert ran == []
+    assert (ran, queue.pending_bytes) == ([], 0)

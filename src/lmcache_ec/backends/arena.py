@@ -172,6 +172,8 @@ class Arena:
             start, need = self.index.needed_for(length)
             if need > capacity:
                 return False
+            if need <= start:  # somebody else has just made the room
+                return True
             for end in sorted({need, min(capacity, max(need, start + GROWTH_BYTES))}, reverse=True):
                 if end - start > self._room():
                     continue
