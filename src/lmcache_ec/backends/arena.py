@@ -5,10 +5,9 @@
         index/         LMDB (index.py)
         holders/<id>   one file for each live process, locked by it; its lines say what it serves
 
-A process lives as long as its holder file is locked; the kernel drops the lock at any kind of
-death, so no pid is ever trusted. Whoever opens the arena, or finds no room in it, reclaims what
-dead holders left. The last one to close removes everything; after a crash the next one to open
-finds the entries of before.
+A process lives as long as its holder file is locked (holders.py). Whoever opens the arena, or finds
+no room in it, reclaims what dead holders left. The last one to close removes everything; after a
+crash the next one to open finds the entries of before.
 
 All transitions of the directory happen under a ``flock`` on it. It is never held during I/O on
 tensors.
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lmcache_ec.backends import holders
 from lmcache_ec.backends.index import HOLDER_BYTES, CachePolicy, Index
 from lmcache_ec.errors import BackendError, ConfigError
 
@@ -94,7 +94,8 @@ class Arena:
         try:
             alone = not self._reclaim_dead(None)
             room = self._room()
-            self._holder_fd = self._register()
+            self._holder_fd = holders.register(self.directory, self._holder)
+            self._files.callback(os.close, self._holder_fd)
             self.index = self._open_index(alone, capacity_bytes, policy)
             usage = self.index.usage()
             self._short = usage.watermark + room < usage.capacity
@@ -209,11 +210,7 @@ class Arena:
         """Labels of all live processes."""
         with self.use(), self._locked():
             self._reclaim_dead(self.index)
-            return {
-                line
-                for path in (self.directory / "holders").iterdir()
-                for line in path.read_text().splitlines()
-            }
+            return holders.lines(self.directory)
 
     # ------------------------------------------------------------------ the end
 
@@ -249,7 +246,7 @@ class Arena:
     def _leave(self) -> None:
         """Under the lock: unregister, and remove the directory when no other process lives."""
         with contextlib.suppress(OSError, BackendError):
-            (self.directory / "holders" / self._holder.hex()).unlink(missing_ok=True)
+            holders.unregister(self.directory, self._holder)
             if not self._reclaim_dead(None):
                 shutil.rmtree(self.directory, ignore_errors=True)
         self._files.close()
@@ -301,17 +298,6 @@ class Arena:
                 if not self.closed:
                     fcntl.flock(self._directory_fd, fcntl.LOCK_UN)
 
-    def _register(self) -> int:
-        """Create this process's holder file, locked before anyone can see it."""
-        holders = self.directory / "holders"
-        holders.mkdir(mode=0o700, exist_ok=True)
-        hidden = self.directory / f"{self._holder.hex()}.new"
-        fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._files.callback(os.close, fd)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        hidden.rename(holders / self._holder.hex())
-        return fd
-
     def _reclaim_dead(self, index: Index | None) -> int:
         """Forget holders that died; how many others live.
 
@@ -320,33 +306,15 @@ class Arena:
         """
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._directory_fd), self.directory.lstat()):
-                return self._reclaim_dead_in_place(index)
+                alive = holders.living(self.directory, self._holder)
+                if index is not None:
+                    for holder in index.holders() - alive - {self._holder}:
+                        index.reclaim(holder)
+                return len(alive)
         raise BackendError(
             f"{self.directory} was removed while this process uses it; restart to share memory "
             "with later processes again"
         )
-
-    def _reclaim_dead_in_place(self, index: Index | None) -> int:
-        holders = self.directory / "holders"
-        alive = {self._holder}
-        for hidden in self.directory.glob("*.new"):  # killed before it was registered
-            hidden.unlink()
-        for path in list(holders.iterdir()) if holders.is_dir() else []:
-            if path.name == self._holder.hex():
-                continue
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                alive.add(bytes.fromhex(path.name))
-            else:
-                path.unlink()
-            finally:
-                os.close(fd)
-        if index is not None:
-            for holder in index.holders() - alive:
-                index.reclaim(holder)
-        return len(alive) - 1
 
     def _open_index(self, alone: bool, capacity_bytes: int, policy: CachePolicy) -> Index:
         """Open the index and the file; the sole live process sets their size, or starts anew."""

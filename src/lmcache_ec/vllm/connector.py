@@ -7,6 +7,7 @@ ours becomes a miss.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
+from lmcache_ec.backends.arena import arena_directory
+from lmcache_ec.backends.holders import remove_if_abandoned
 from lmcache_ec.backends.index import CachePolicy
 from lmcache_ec.backends.local_cpu import LocalCPUBackend
 from lmcache_ec.config import ECEngineConfig, load_ec_engine_config
@@ -262,6 +265,10 @@ class LMCacheECConnector(ECConnectorBase):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ECPromMetrics:
         """The connector's metrics for the API server's page."""
+        # vLLM asks for this in the API server, which outlives the engine: with its default
+        # --shutdown-timeout 0 it kills the engine's processes before they can leave the arena.
+        config = load_ec_engine_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        atexit.register(remove_if_abandoned, arena_directory(Path(config.shm_path)))
         return ECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
