@@ -133,9 +133,10 @@ class ECCacheEngine:
             self.events.count("misses", "absent")
             return None
         try:
-            if torch.device(device).type == "cpu" and lease.tensor.nbytes >= HUGE_BYTES:
-                return _huge_like(lease.tensor).copy_(lease.tensor)
-            return lease.tensor.to(device, copy=True)
+            tensor = lease.tensor
+            if torch.device(device).type == "cpu" and tensor.nbytes >= HUGE_BYTES:
+                return _huge_like(tensor).copy_(tensor)
+            return tensor.to(device, copy=True)
         finally:
             lease.release()
 

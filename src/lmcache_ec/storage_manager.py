@@ -7,12 +7,12 @@ that leaves here is a lease on memory.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from lmcache_ec import entry
@@ -23,6 +23,8 @@ from lmcache_ec.workqueue import WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
 
     from lmcache_ec.backends.base import Backend
     from lmcache_ec.events import Events
@@ -129,7 +131,7 @@ class StorageManager:
             return None
         if lease is not None:
             self._events.count("hits", tier)
-            self._events.count("bytes_read", tier, lease.tensor.nbytes)
+            self._events.count("bytes_read", tier, lease.nbytes)
         return lease
 
     def prefetch(self, key: CacheEngineKey) -> Fetch:
@@ -251,14 +253,18 @@ class StorageManager:
             except BaseException:
                 answer.abort()
                 raise
-            lease = answer.commit(0, tuple(tensor.shape))
+            if self._tiers:
+                lease = answer.commit(0, tuple(tensor.shape))
+            else:
+                lease = None
+                answer.publish(0, tuple(tensor.shape))
         except BackendError as error:
             self._failed("memory", error)
             return False
         self._events.count("bytes_written", "memory", nbytes)
         self._events.count("write_seconds", "memory", time.monotonic() - began)
-        self._write_down(key, self._tiers)
-        lease.release()
+        if lease is not None:
+            self._queue_write(lease, self._tiers)
         return True
 
     def _write_down(self, key: CacheEngineKey, tiers: Sequence[Backend]) -> None:
@@ -272,7 +278,11 @@ class StorageManager:
             return
         if lease is None:  # being written by another process, which writes it down
             return
-        if not self._writes.submit(lambda: self._write(lease, tiers), lease.tensor.nbytes):
+        self._queue_write(lease, tiers)
+
+    def _queue_write(self, lease: Lease, tiers: Sequence[Backend]) -> None:
+        """Queue an entry for these tiers; the lease is released here or after the write."""
+        if not self._writes.submit(lambda: self._write(lease, tiers), lease.nbytes):
             self._events.count("drops", "write_queue_full")
             lease.release()
 
@@ -325,8 +335,14 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     ``copy_`` on CPU would start a team of threads for each thread that calls it, and puts come
     from background threads while a model computes.
     """
-    if source.device.type == "cpu" and source.dtype == target.dtype and source.is_contiguous():
-        np.copyto(_bytes(target), _bytes(source))
+    if (
+        source.device.type == "cpu"
+        and source.dtype == target.dtype
+        and source.is_contiguous()
+        and not source.is_neg()
+    ):
+        assert target.shape == source.shape
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         target.copy_(source)
 

@@ -198,7 +198,7 @@ def zero_index(directory: Path) -> None:
 def overlap(directory: Path) -> None:
     index = Index(directory / "index", b"x" * 16, CachePolicy.LRU)
     with index._write() as txn:
-        index._put_free(txn, 0, 64 << 10)  # where an entry lies
+        txn.put_free(0, 64 << 10)  # where an entry lies
     index.close()
 
 

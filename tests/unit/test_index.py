@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_ec.backends.index import PAGE, CachePolicy, Index, Refusal, Slot, State
+from lmcache_ec.backends.transaction import FREE
 from lmcache_ec.errors import BackendError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def free_extents(index: Index) -> list[tuple[int, int]]:
     with index._read() as txn:
         return [
             (int.from_bytes(offset, "big") // PAGE, int.from_bytes(length, "big") // PAGE)
-            for offset, length in txn.cursor(db=index._free)
+            for offset, length in txn.scan(FREE)
         ]
 
 
@@ -156,7 +157,7 @@ def test_smallest_hole_that_fits_is_taken(index: Index) -> None:
     for number in (0, 2, 4):  # holes of 3, 2 and 3 pages
         index._holder = OTHER
         with index._write() as txn:
-            index._remove(txn, digest(number))
+            index._remove(txn, digest(number), index._slot(txn, digest(number)))
     index._holder = ME
     assert free_extents(index) == [(0, 3), (4, 2), (7, 3)]
     assert put(index, 10, 2).offset == 4 * PAGE
@@ -230,7 +231,7 @@ def test_a_dead_holders_traces_vanish(index: Index) -> None:
 def test_a_smaller_arena_drops_what_lies_beyond(index: Index, pages: int) -> None:
     slots = {number: put(index, number, 2) for number in range(4)}
     with index._write() as txn:
-        index._remove(txn, digest(1))
+        index._remove(txn, digest(1), index._slot(txn, digest(1)))
     index.resize(pages * PAGE)
     usage = index.usage()
     assert (usage.capacity, usage.watermark) == (pages * PAGE, pages * PAGE)
@@ -252,7 +253,7 @@ def test_a_damaged_tiling_is_noticed(shm: Path) -> None:
     index = make(shm, 10)
     put(index, 1)
     with index._write() as txn:
-        index._put_free(txn, 0, PAGE)
+        txn.put_free(0, PAGE)
     with pytest.raises(BackendError, match="extent at 0"):
         index.check()
     index.close()

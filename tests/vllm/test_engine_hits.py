@@ -107,6 +107,7 @@ def test_hits_in_one_process_and_after_a_restart(
         assert engine.generate(TEXT, **media) == expected
         assert engine.encoded_items() == 0
         assert (hits(engine, "memory"), hits(engine, "disk")) == (0, encoded)
+        wait_until_saved(engine, encoded)  # and no pin is left
 
 
 @pytest.mark.parametrize(

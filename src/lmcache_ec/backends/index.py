@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import os
 import struct
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
 
+from lmcache_ec.backends.transaction import ENTRY, FREE, HELD, ORDER, U64, Transaction
 from lmcache_ec.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 PAGE = 4096  # extents are whole pages, so a payload can be read with direct I/O
@@ -36,8 +34,8 @@ MAX_DIMS = 4
 _MAP_SIZE = 1 << 30
 _EVICT_BATCH = 64  # evictions in one transaction: bounds how long a lease may wait
 
-_U64 = struct.Struct(">Q")
-_ENTRY = struct.Struct(f"<BBHIQQQIIQ{MAX_DIMS}Q{HOLDER_BYTES}s16s")
+_ORDER = struct.Struct(">QQ")
+_RECORD = struct.Struct(f"<BBHIQQQIIQ{MAX_DIMS}Q{HOLDER_BYTES}s16s")
 
 
 class CachePolicy(Enum):
@@ -66,8 +64,7 @@ class Refusal(Enum):
     FULL = "what is not pinned has no hole of this length"
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """One entry as the index records it.
 
     Attributes:
@@ -99,7 +96,7 @@ class Slot:
     def pack(self) -> bytes:
         """Bytes for LMDB."""
         shape = self.shape + (0,) * (MAX_DIMS - len(self.shape))
-        return _ENTRY.pack(
+        return _RECORD.pack(
             self.state, len(self.shape), len(self.order), self.payload_offset, self.offset,
             self.length, self.payload_bytes, self.pins, self.hits, self.inserted, *shape,
             self.owner, self.order,
@@ -114,7 +111,7 @@ class Slot:
         """
         try:
             (state, dims, order_bytes, payload_offset, offset, length, payload_bytes, pins, hits,
-             inserted, *rest) = _ENTRY.unpack(data)  # fmt: skip
+             inserted, *rest) = _RECORD.unpack(data)  # fmt: skip
             return cls(
                 State(state), offset, length, payload_offset, payload_bytes, tuple(rest[:dims]),
                 pins, hits, inserted, rest[MAX_DIMS], rest[MAX_DIMS + 1][:order_bytes],
@@ -123,8 +120,7 @@ class Slot:
             raise BackendError(f"record of {len(data)} bytes in the index: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Totals of the arena, bytes unless said otherwise."""
 
     capacity: int
@@ -158,23 +154,19 @@ class Index:
         assert len(holder) == HOLDER_BYTES
         self._holder = holder
         self._policy = policy
-        with _mapped():
+        try:
             self._env = lmdb.open(
-                str(path), map_size=_MAP_SIZE, max_dbs=8, max_readers=1024, mode=0o600,
+                str(path), map_size=_MAP_SIZE, max_readers=1024, mode=0o600,
                 sync=False, metasync=False, readahead=False, meminit=False,
             )  # fmt: skip
             # Readers that died keep old pages from being reused.
             self._env.reader_check()
             # LMDB trusts the length of its file: reading past the end would be a SIGBUS.
             end = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-            with (path / "data.mdb").open("rb+") as data:
-                os.posix_fallocate(data.fileno(), 0, end)
-            self._meta = self._env.open_db(b"meta")  # name -> u64
-            self._entries = self._env.open_db(b"entries")  # digest -> Slot
-            self._order = self._env.open_db(b"order")  # order key -> digest, evictable only
-            self._free = self._env.open_db(b"free")  # offset -> length
-            self._sizes = self._env.open_db(b"sizes")  # length + offset -> "", best fit
-            self._held = self._env.open_db(b"held")  # holder + digest -> u64 pins
+        except lmdb.Error as error:
+            raise BackendError(f"memory index: {error}") from error
+        with (path / "data.mdb").open("rb+") as data:
+            os.posix_fallocate(data.fileno(), 0, end)
 
     def close(self) -> None:
         """Close the environment; no method may be called afterwards."""
@@ -188,23 +180,20 @@ class Index:
         Only for the sole live holder, before anyone reads: pins are not looked at.
         """
         with self._write() as txn:
-            txn.put(b"capacity", _U64.pack(capacity), db=self._meta)
-            if _get(txn, self._meta, b"watermark") <= capacity:
+            txn.capacity = capacity
+            if txn.watermark <= capacity:
                 return
-            doomed = [
-                bytes(digest)
-                for digest, data in txn.cursor(db=self._entries)
-                if (slot := Slot.unpack(bytes(data))).offset + slot.length > capacity
-            ]
-            for digest in doomed:
-                self._remove(txn, digest)
-            for offset_key, length_key in list(txn.cursor(db=self._free)):
-                offset, length = _U64.unpack(offset_key)[0], _U64.unpack(length_key)[0]
+            for digest, data in list(txn.scan(ENTRY)):
+                slot = Slot.unpack(data)
+                if slot.offset + slot.length > capacity:
+                    self._remove(txn, digest, slot)
+            for offset_key, length_key in list(txn.scan(FREE)):
+                offset, length = U64.unpack(offset_key)[0], U64.unpack(length_key)[0]
                 if offset + length > capacity:
-                    self._take_free(txn, offset, length)
+                    txn.take_free(offset, length)
                     if offset < capacity:
-                        self._put_free(txn, offset, capacity - offset)
-            txn.put(b"watermark", _U64.pack(capacity), db=self._meta)
+                        txn.put_free(offset, capacity - offset)
+            txn.watermark = capacity
 
     def grow(self, start: int, end: int) -> None:
         """Record that the arena's blocks are allocated up to ``end``.
@@ -213,33 +202,27 @@ class Index:
         grown the arena meanwhile, its growth stands and this call does nothing.
         """
         with self._write() as txn:
-            if _get(txn, self._meta, b"watermark") == start:
-                txn.put(b"watermark", _U64.pack(end), db=self._meta)
-                self._give_free(txn, start, end - start)
+            if txn.watermark == start:
+                txn.watermark = end
+                txn.give_free(start, end - start)
 
     def usage(self) -> Usage:
         """Totals of the arena now."""
         with self._read() as txn:
-            return Usage(
-                _get(txn, self._meta, b"capacity"),
-                _get(txn, self._meta, b"watermark"),
-                _get(txn, self._meta, b"free"),
-                _get(txn, self._meta, b"pinned"),
-                txn.stat(self._entries)["entries"],
-            )
+            return Usage(txn.capacity, txn.watermark, txn.free, txn.pinned, txn.entries)
 
     def check(self) -> None:
         """Verify that entries and free extents tile the arena; a BackendError if they do not."""
         with self._read() as txn:
-            free = [(_U64.unpack(o)[0], _U64.unpack(n)[0]) for o, n in txn.cursor(db=self._free)]
-            slots = [Slot.unpack(bytes(data)) for _, data in txn.cursor(db=self._entries)]
+            free = [(U64.unpack(o)[0], U64.unpack(n)[0]) for o, n in txn.scan(FREE)]
+            slots = [Slot.unpack(data) for _, data in txn.scan(ENTRY)]
             end = 0
             for offset, length in sorted(free + [(slot.offset, slot.length) for slot in slots]):
                 if offset != end:
                     raise BackendError(f"memory index: an extent at {offset}, expected at {end}")
                 end += length
-            if end != (watermark := _get(txn, self._meta, b"watermark")):
-                raise BackendError(f"memory index: extents end at {end}, not at {watermark}")
+            if end != txn.watermark:
+                raise BackendError(f"memory index: extents end at {end}, not at {txn.watermark}")
 
     # ------------------------------------------------------------------ writing
 
@@ -252,94 +235,109 @@ class Index:
         existing entry of the key is never touched. Without ``may_grow`` the watermark is the end.
         """
         with self._write() as txn:
-            if (data := txn.get(digest, db=self._entries)) is not None:
+            if (data := txn.get(ENTRY + digest)) is not None:
                 ready = data[0] == State.READY
                 return (Refusal.EXISTS if ready else Refusal.BUSY), 0
             evicted = 0
-            while (offset := self._best_fit(txn, length)) is None:
-                watermark = _get(txn, self._meta, b"watermark")
-                limit = _get(txn, self._meta, b"capacity") if may_grow else watermark
-                if may_grow and watermark - self._tail(txn, watermark) + length <= limit:
+            while (hole := txn.best_fit(length)) is None:
+                limit = txn.capacity if may_grow else txn.watermark
+                if may_grow and txn.watermark - txn.tail() + length <= limit:
                     return Refusal.GROW, evicted
-                if limit - _get(txn, self._meta, b"pinned") < length:
+                if limit - txn.pinned < length:
                     return Refusal.FULL, evicted
                 if evicted == _EVICT_BATCH:
                     return Refusal.AGAIN, evicted
-                cursor = txn.cursor(db=self._order)
-                if not cursor.first():
+                first = next(txn.scan(ORDER), None)
+                if first is None:
                     return Refusal.FULL, evicted
-                self._remove(txn, bytes(cursor.value()))
+                self._remove(txn, first[1], self._slot(txn, first[1]))
                 evicted += 1
-            self._take(txn, offset, length)
-            slot = Slot(State.WRITING, offset, length, inserted=self._tick(txn), owner=self._holder)
-            txn.put(digest, slot.pack(), db=self._entries)
-            txn.put(self._holder + digest, _U64.pack(0), db=self._held)
-            self._add(txn, b"pinned", length)
+            offset, found = hole
+            txn.take_free(offset, found)
+            if found > length:
+                txn.put_free(offset + length, found - length)
+            txn.clock += 1
+            slot = Slot(State.WRITING, offset, length, inserted=txn.clock, owner=self._holder)
+            txn.put(ENTRY + digest, slot.pack())
+            txn.put(HELD + self._holder + digest, U64.pack(0))
+            txn.pinned += length
+            txn.entries += 1
             return slot, evicted
 
     def needed_for(self, length: int) -> tuple[int, int]:
         """Watermark now, and the one at which ``length`` bytes would fit at the arena's end."""
         with self._read() as txn:
-            watermark = _get(txn, self._meta, b"watermark")
-            return watermark, watermark - self._tail(txn, watermark) + length
+            return txn.watermark, txn.watermark - txn.tail() + length
 
     def commit(
-        self, digest: bytes, payload_offset: int, payload_bytes: int, shape: tuple[int, ...]
+        self,
+        digest: bytes,
+        payload_offset: int,
+        payload_bytes: int,
+        shape: tuple[int, ...],
+        *,
+        pins: int = 1,
     ) -> Slot:
-        """Make this holder's reservation READY, with one pin of this holder on it."""
+        """Make this holder's reservation READY, with that many pins (0 or 1) of this holder."""
         with self._write() as txn:
-            slot = self._own(txn, digest)
-            slot = replace(
-                slot, state=State.READY, payload_offset=payload_offset,
-                payload_bytes=payload_bytes, shape=shape, pins=1, owner=b"",
+            slot = self._own(txn, digest)._replace(
+                state=State.READY, payload_offset=payload_offset, payload_bytes=payload_bytes,
+                shape=shape, pins=1, owner=b"",
             )  # fmt: skip
-            txn.put(digest, slot.pack(), db=self._entries)
-            txn.put(self._holder + digest, _U64.pack(1), db=self._held)
-            return slot
+            if pins:
+                txn.put(ENTRY + digest, slot.pack())
+                txn.put(HELD + self._holder + digest, U64.pack(1))
+                return slot
+            txn.delete(HELD + self._holder + digest)
+            return self._unpin(txn, digest, slot, 1)
 
     def abort(self, digest: bytes) -> None:
         """Give this holder's reservation back."""
         with self._write() as txn:
-            self._own(txn, digest)
-            self._remove(txn, digest)
-            txn.delete(self._holder + digest, db=self._held)
+            self._remove(txn, digest, self._own(txn, digest))
+            txn.delete(HELD + self._holder + digest)
 
     # ------------------------------------------------------------------ reading
 
     def contains(self, digest: bytes) -> bool:
         """Whether a READY entry is there. Takes no lock."""
-        with self._read() as txn:
-            data = txn.get(digest, db=self._entries)
-            return data is not None and data[0] == State.READY
+        try:
+            with self._env.begin() as txn:  # without the totals: this is the most frequent call
+                data = txn.get(ENTRY + digest)
+        except lmdb.Error as error:
+            raise BackendError(f"memory index: {error}") from error
+        return data is not None and data[0] == State.READY
 
     def lease(self, digest: bytes) -> Slot | None:
         """Pin a READY entry for this holder; None when there is none."""
         if not self.contains(digest):  # misses are frequent and need no write lock
             return None
         with self._write() as txn:
-            data = txn.get(digest, db=self._entries)
-            if data is None or (slot := Slot.unpack(bytes(data))).state is not State.READY:
+            data = txn.get(ENTRY + digest)
+            if data is None or (slot := Slot.unpack(data)).state is not State.READY:
                 return None
             if slot.order:
-                txn.delete(slot.order, db=self._order)
-                self._add(txn, b"pinned", slot.length)
-            slot = replace(slot, pins=slot.pins + 1, hits=min(slot.hits + 1, 2**32 - 1), order=b"")
-            txn.put(digest, slot.pack(), db=self._entries)
-            key = self._holder + digest
-            txn.put(key, _U64.pack(_get(txn, self._held, key) + 1), db=self._held)
+                txn.delete(ORDER + slot.order)
+                txn.pinned += slot.length
+            slot = slot._replace(pins=slot.pins + 1, hits=min(slot.hits + 1, 2**32 - 1), order=b"")
+            txn.put(ENTRY + digest, slot.pack())
+            key = HELD + self._holder + digest
+            held = txn.get(key)
+            txn.put(key, U64.pack(1 if held is None else U64.unpack(held)[0] + 1))
             return slot
 
     def release(self, digest: bytes) -> None:
         """Drop one pin of this holder."""
         with self._write() as txn:
-            key = self._holder + digest
-            pins = _get(txn, self._held, key)
+            key = HELD + self._holder + digest
+            held = txn.get(key)
+            pins = 0 if held is None else U64.unpack(held)[0]
             assert pins > 0, f"release of an entry that is not leased: {digest.hex()}"
             if pins == 1:
-                txn.delete(key, db=self._held)
+                txn.delete(key)
             else:
-                txn.put(key, _U64.pack(pins - 1), db=self._held)
-            self._unpin(txn, digest, 1)
+                txn.put(key, U64.pack(pins - 1))
+            self._unpin(txn, digest, self._slot(txn, digest), 1)
 
     # ------------------------------------------------------------------ dead holders
 
@@ -347,150 +345,74 @@ class Index:
         """Every holder with a reservation or a pin."""
         found = set()
         with self._read() as txn:
-            cursor = txn.cursor(db=self._held)
-            more = cursor.first()
-            while more:
-                holder = bytes(cursor.key()[:HOLDER_BYTES])
-                found.add(holder)
-                more = cursor.set_range(holder + b"\xff" * 33)
+            cursor = txn.cursor()
+            more = cursor.set_range(HELD)
+            while more and (key := cursor.key()).startswith(HELD):
+                end = len(HELD) + HOLDER_BYTES
+                found.add(key[len(HELD) : end])
+                more = cursor.set_range(key[:end] + b"\xff" * 33)
         return found
 
     def reclaim(self, holder: bytes) -> int:
         """Drop every reservation and pin of a dead holder; how many there were."""
         with self._write() as txn:
-            held = []
-            cursor = txn.cursor(db=self._held)
-            more = cursor.set_range(holder)
-            while more and cursor.key()[:HOLDER_BYTES] == holder:
-                held.append((bytes(cursor.key()[HOLDER_BYTES:]), _U64.unpack(cursor.value())[0]))
-                more = cursor.next()
-            for digest, pins in held:
-                txn.delete(holder + digest, db=self._held)
+            held = list(txn.scan(HELD + holder))
+            for digest, pins_key in held:
+                txn.delete(HELD + holder + digest)
+                slot, pins = self._slot(txn, digest), U64.unpack(pins_key)[0]
                 if pins:
-                    self._unpin(txn, digest, pins)
+                    self._unpin(txn, digest, slot, pins)
                 else:
-                    self._remove(txn, digest)
+                    self._remove(txn, digest, slot)
             return len(held)
 
     # ------------------------------------------------------------------ within a transaction
 
-    @contextmanager
-    def _write(self) -> Iterator[lmdb.Transaction]:
-        with _mapped(), self._env.begin(write=True) as txn:
-            yield txn
+    def _write(self) -> Transaction:
+        return Transaction(self._env, write=True)
 
-    @contextmanager
-    def _read(self) -> Iterator[lmdb.Transaction]:
-        with _mapped(), self._env.begin() as txn:
-            yield txn
+    def _read(self) -> Transaction:
+        return Transaction(self._env, write=False)
 
-    def _add(self, txn: lmdb.Transaction, name: bytes, amount: int) -> None:
-        txn.put(name, _U64.pack(_get(txn, self._meta, name) + amount), db=self._meta)
-
-    def _tick(self, txn: lmdb.Transaction) -> int:
-        self._add(txn, b"clock", 1)
-        return _get(txn, self._meta, b"clock")
-
-    def _slot(self, txn: lmdb.Transaction, digest: bytes) -> Slot:
-        data = txn.get(digest, db=self._entries)
+    def _slot(self, txn: Transaction, digest: bytes) -> Slot:
+        data = txn.get(ENTRY + digest)
         if data is None:
             raise BackendError(f"entry {digest.hex()} is not in the index")
-        return Slot.unpack(bytes(data))
+        return Slot.unpack(data)
 
-    def _own(self, txn: lmdb.Transaction, digest: bytes) -> Slot:
-        data = txn.get(digest, db=self._entries)
-        slot = None if data is None else Slot.unpack(bytes(data))
+    def _own(self, txn: Transaction, digest: bytes) -> Slot:
+        data = txn.get(ENTRY + digest)
+        slot = None if data is None else Slot.unpack(data)
         if slot is None or slot.state is not State.WRITING or slot.owner != self._holder:
             raise BackendError(f"entry {digest.hex()} is not reserved by this process")
         return slot
 
-    def _unpin(self, txn: lmdb.Transaction, digest: bytes, pins: int) -> None:
-        slot = self._slot(txn, digest)
-        slot = replace(slot, pins=slot.pins - pins)
+    def _unpin(self, txn: Transaction, digest: bytes, slot: Slot, pins: int) -> Slot:
+        slot = slot._replace(pins=slot.pins - pins)
         if slot.pins == 0:
-            clock = self._tick(txn)
-            first, second = {
-                CachePolicy.LRU: (0, clock),
-                CachePolicy.LFU: (slot.hits, clock),
-                CachePolicy.FIFO: (0, slot.inserted),
-                CachePolicy.MRU: (0, 2**64 - 1 - clock),
-            }[self._policy]
-            slot = replace(slot, order=_U64.pack(first) + _U64.pack(second))
-            txn.put(slot.order, digest, db=self._order)
-            self._add(txn, b"pinned", -slot.length)
-        txn.put(digest, slot.pack(), db=self._entries)
+            txn.clock += 1
+            slot = slot._replace(order=self._order_of(slot, txn.clock))
+            txn.put(ORDER + slot.order, digest)
+            txn.pinned -= slot.length
+        txn.put(ENTRY + digest, slot.pack())
+        return slot
 
-    def _remove(self, txn: lmdb.Transaction, digest: bytes) -> None:
-        slot = self._slot(txn, digest)
-        txn.delete(digest, db=self._entries)
+    def _order_of(self, slot: Slot, clock: int) -> bytes:
+        match self._policy:
+            case CachePolicy.LRU:
+                return _ORDER.pack(0, clock)
+            case CachePolicy.LFU:
+                return _ORDER.pack(slot.hits, clock)
+            case CachePolicy.FIFO:
+                return _ORDER.pack(0, slot.inserted)
+            case CachePolicy.MRU:
+                return _ORDER.pack(0, 2**64 - 1 - clock)
+
+    def _remove(self, txn: Transaction, digest: bytes, slot: Slot) -> None:
+        txn.delete(ENTRY + digest)
+        txn.entries -= 1
         if slot.order:
-            txn.delete(slot.order, db=self._order)
+            txn.delete(ORDER + slot.order)
         else:
-            self._add(txn, b"pinned", -slot.length)
-        self._give_free(txn, slot.offset, slot.length)
-
-    # free extents: never adjacent, each once by offset and once by length
-
-    def _best_fit(self, txn: lmdb.Transaction, length: int) -> int | None:
-        cursor = txn.cursor(db=self._sizes)
-        if not cursor.set_range(_U64.pack(length)):
-            return None
-        offset: int = _U64.unpack(cursor.key()[8:])[0]
-        return offset
-
-    def _tail(self, txn: lmdb.Transaction, watermark: int) -> int:
-        """Length of the free extent that ends at the watermark, or 0."""
-        cursor = txn.cursor(db=self._free)
-        if cursor.last():
-            offset, length = _U64.unpack(cursor.key())[0], _U64.unpack(cursor.value())[0]
-            if offset + length == watermark:
-                return int(length)
-        return 0
-
-    def _take(self, txn: lmdb.Transaction, offset: int, length: int) -> None:
-        """Allocate from the start of the free extent at ``offset``."""
-        found = _get(txn, self._free, _U64.pack(offset))
-        self._take_free(txn, offset, found)
-        if found > length:
-            self._put_free(txn, offset + length, found - length)
-
-    def _give_free(self, txn: lmdb.Transaction, offset: int, length: int) -> None:
-        """Free an extent and merge it with its neighbours."""
-        cursor = txn.cursor(db=self._free)
-        if cursor.set_range(_U64.pack(offset)):
-            after = _U64.unpack(cursor.key())[0]
-            if after == offset + length:
-                after_length = _U64.unpack(cursor.value())[0]
-                self._take_free(txn, after, after_length)
-                length += after_length
-        cursor = txn.cursor(db=self._free)
-        found = cursor.prev() if cursor.set_range(_U64.pack(offset)) else cursor.last()
-        if found:
-            before, before_length = _U64.unpack(cursor.key())[0], _U64.unpack(cursor.value())[0]
-            if before + before_length == offset:
-                self._take_free(txn, before, before_length)
-                offset, length = before, before_length + length
-        self._put_free(txn, offset, length)
-
-    def _take_free(self, txn: lmdb.Transaction, offset: int, length: int) -> None:
-        txn.delete(_U64.pack(offset), db=self._free)
-        txn.delete(_U64.pack(length) + _U64.pack(offset), db=self._sizes)
-        self._add(txn, b"free", -length)
-
-    def _put_free(self, txn: lmdb.Transaction, offset: int, length: int) -> None:
-        txn.put(_U64.pack(offset), _U64.pack(length), db=self._free)
-        txn.put(_U64.pack(length) + _U64.pack(offset), b"", db=self._sizes)
-        self._add(txn, b"free", length)
-
-
-def _get(txn: lmdb.Transaction, db: Any, key: bytes) -> int:  # noqa: ANN401 - lmdb has no stubs
-    data = txn.get(key, db=db)
-    return 0 if data is None else int(_U64.unpack(data)[0])
-
-
-@contextmanager
-def _mapped() -> Iterator[None]:
-    try:
-        yield
-    except lmdb.Error as error:
-        raise BackendError(f"memory index: {error}") from error
+            txn.pinned -= slot.length
+        txn.give_free(slot.offset, slot.length)

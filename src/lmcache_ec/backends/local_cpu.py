@@ -46,18 +46,25 @@ class Reservation:
 
     Attributes:
         key: Key of the entry to be.
-        buffer: The whole extent, uint8, on CPU, at least as long as was asked for.
     """
 
     def __init__(self, backend: LocalCPUBackend, key: CacheEngineKey, slot: Slot) -> None:
         self.key = key
-        self.buffer = backend.arena.bytes[slot.offset : slot.offset + slot.length]
         self._backend = backend
+        self._slot = slot
         self._open = True
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The whole extent, uint8, on CPU, at least as long as was asked for."""
+        return self._backend.arena.bytes[self._slot.offset :][: self._slot.length]
 
     def tensor(self, payload_offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """View of the payload to be, of the key's dtype."""
-        return _view(self.buffer, payload_offset, shape, self.key)
+        extent = Extent(self._slot.offset + payload_offset, shape)
+        tensor = self._backend.view(extent, _dtype(self.key))
+        assert payload_offset + tensor.nbytes <= self._slot.length, "beyond the extent"
+        return tensor
 
     def commit(self, payload_offset: int, shape: tuple[int, ...]) -> Lease:
         """Publish the entry to every process; the caller owns the lease on it.
@@ -72,6 +79,11 @@ class Reservation:
         self._open = False
         return self._backend.commit(self, payload_offset, shape)
 
+    def publish(self, payload_offset: int, shape: tuple[int, ...]) -> None:
+        """:meth:`commit` without a lease, and a transaction less: it may be evicted at once."""
+        self._open = False
+        self._backend.publish(self, payload_offset, shape)
+
     def abort(self) -> None:
         """Give the extent back. Does nothing after :meth:`commit` or another abort."""
         if self._open:
@@ -84,21 +96,38 @@ class Lease:
 
     Attributes:
         key: Key of the entry.
-        tensor: View of the arena, of the entry's shape and dtype, on CPU; read only by contract,
-            and only while the lease is held.
-        buffer: The extent from its start to the payload's end, uint8.
         payload_offset: Start of the payload within :attr:`buffer`.
-        extent: Where the tensor is in the arena.
+        nbytes: Length of the payload, bytes.
     """
 
     def __init__(self, backend: LocalCPUBackend, key: CacheEngineKey, slot: Slot) -> None:
         self.key = key
-        self.buffer = backend.arena.bytes[slot.offset :][: slot.payload_offset + slot.payload_bytes]
         self.payload_offset = slot.payload_offset
-        self.extent = Extent(slot.offset + slot.payload_offset, slot.shape)
-        self.tensor = _view(self.buffer, slot.payload_offset, slot.shape, key)
+        self.nbytes = slot.payload_bytes
         self._backend = backend
+        self._slot = slot
+        self._mapping = backend.arena.bytes  # stays mapped as long as this, whoever closes
         self._held = True
+
+    @property
+    def extent(self) -> Extent:
+        """Where the tensor is in the arena."""
+        return Extent(self._slot.offset + self.payload_offset, self._slot.shape)
+
+    # Views cost microseconds each, and the scheduler needs none.
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """View of the arena, of the entry's shape and dtype, on CPU.
+
+        Read only by contract, and only while the lease is held.
+        """
+        return _view(self._mapping, self.extent, _dtype(self.key))
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The extent from its start to the payload's end, uint8."""
+        return self._mapping[self._slot.offset :][: self.payload_offset + self.nbytes]
 
     def share(self) -> Lease:
         """Another lease on the same entry, with a life of its own. A dict look-up."""
@@ -144,8 +173,11 @@ class LocalCPUBackend:
         Raises:
             BackendError: The index failed.
         """
-        with self.arena.use():
+        self.arena.begin()
+        try:
             return self.arena.index.contains(key.digest)
+        finally:
+            self.arena.end()
 
     def lease(self, key: CacheEngineKey) -> Lease | None:
         """Pin the entry if it is READY. Tens of microseconds; one dict look-up if leased here.
@@ -154,15 +186,19 @@ class LocalCPUBackend:
             BackendError: The index failed, or this backend is closed.
         """
         digest = key.digest
-        with self.arena.use(), self._lock:
-            self._check_open()
-            count, slot = self._leases.get(digest, (0, None))
-            if slot is None:
-                slot = self.arena.index.lease(digest)
+        self.arena.begin()
+        try:
+            with self._lock:
+                self._check_open()
+                count, slot = self._leases.get(digest, (0, None))
                 if slot is None:
-                    return None
-            self._leases[digest] = (count + 1, slot)
-        return Lease(self, key, slot)
+                    slot = self.arena.index.lease(digest)
+                    if slot is None:
+                        return None
+                self._leases[digest] = (count + 1, slot)
+            return Lease(self, key, slot)
+        finally:
+            self.arena.end()
 
     def release(self, key: CacheEngineKey) -> None:
         """Drop one lease of this process; called by :meth:`Lease.release`."""
@@ -224,20 +260,38 @@ class LocalCPUBackend:
         self, reservation: Reservation, payload_offset: int, shape: tuple[int, ...]
     ) -> Lease:
         """Make a reservation READY; called by :meth:`Reservation.commit`."""
-        key = reservation.key
+        try:
+            slot = self._commit(reservation.key, payload_offset, shape, leases=1)
+            return Lease(self, reservation.key, slot)
+        finally:
+            self.arena.end()
+
+    def publish(
+        self, reservation: Reservation, payload_offset: int, shape: tuple[int, ...]
+    ) -> None:
+        """Make a reservation READY without a lease; called by :meth:`Reservation.publish`."""
+        try:
+            self._commit(reservation.key, payload_offset, shape, leases=0)
+        finally:
+            self.arena.end()
+
+    def _commit(
+        self, key: CacheEngineKey, payload_offset: int, shape: tuple[int, ...], leases: int
+    ) -> Slot:
         nbytes = prod(shape) * _dtype(key).itemsize
         try:
             with self._lock:
                 self._check_open()
-                slot = self.arena.index.commit(key.digest, payload_offset, nbytes, shape)
-                self._leases[key.digest] = (1, slot)
-            return Lease(self, key, slot)
+                slot = self.arena.index.commit(
+                    key.digest, payload_offset, nbytes, shape, pins=leases
+                )
+                if leases:
+                    self._leases[key.digest] = (leases, slot)
         except BackendError:
             with contextlib.suppress(BackendError):
                 self.arena.index.abort(key.digest)
             raise
-        finally:
-            self.arena.end()
+        return slot
 
     def abort(self, reservation: Reservation) -> None:
         """Give a reservation back; called by :meth:`Reservation.abort`."""
@@ -250,8 +304,7 @@ class LocalCPUBackend:
 
     def view(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
         """The tensor of a lease that another process, or another part of this one, holds."""
-        nbytes = prod(extent.shape) * dtype.itemsize
-        return self.arena.bytes[extent.offset :][:nbytes].view(dtype).view(extent.shape)
+        return _view(self.arena.bytes, extent, dtype)
 
     def usage(self) -> Usage:
         """Totals of the arena.
@@ -283,11 +336,9 @@ def _dtype(key: CacheEngineKey) -> torch.dtype:
     return dtype
 
 
-def _view(
-    buffer: torch.Tensor, offset: int, shape: tuple[int, ...], key: CacheEngineKey
-) -> torch.Tensor:
-    dtype = _dtype(key)
-    return buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+def _view(mapping: torch.Tensor, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
+    nbytes = prod(extent.shape) * dtype.itemsize
+    return mapping[extent.offset : extent.offset + nbytes].view(dtype).view(extent.shape)
 
 
 # LMDB allows one environment for each path and process, so backends of one process share it.
