@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 from lmcache_ec import ECCacheEngine, ECMetadata
 from lmcache_ec.config import GIB, ECEngineConfig
 from lmcache_ec.events import Events
+from lmcache_ec.vllm.content import EntryNames
 from lmcache_ec.vllm.plan import ECPlan
 from lmcache_ec.vllm.scheduler import SchedulerHalf
 from lmcache_ec.vllm.worker import WorkerHalf
@@ -39,9 +40,10 @@ class LMCacheEC:
         config = ECEngineConfig(max_local_cpu_size=room / GIB, shm_path=self._shm_path)
         engine = ECCacheEngine(config, ECMetadata("benchmark"), torch.bfloat16)
         self._engine = engine
-        scheduler = SchedulerHalf(
-            engine, may_load=True, may_save=True, widths={}, metadata_fields=lambda _: ()
+        names_of = EntryNames(
+            client_uuids=False, verify_content=False, metadata_fields=lambda _: ()
         )
+        scheduler = SchedulerHalf(engine, may_load=True, may_save=True, widths={}, names=names_of)
         cpu = torch.device("cpu")
         worker = WorkerHalf(engine.memory, torch.bfloat16, cpu, engine, 1 << 40, Events())
         use = torch.zeros_like(sources[0])

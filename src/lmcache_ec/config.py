@@ -244,6 +244,12 @@ class ECEngineConfig:
     cache_client_uuids: bool = _setting(
         False, _parse_bool, _BOOL, "Cache items that a client's uuid names, too"
     )
+    verify_content: bool = _setting(
+        True,
+        _parse_bool,
+        _BOOL,
+        "Name entries by a hash of the processed media, too, and not by vLLM's identifier alone",
+    )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -53,7 +53,7 @@ class WorkQueue:
             memory = object() if memory is None else memory
             users, known = self._memory.get(memory, (0, 0))
             added = 0 if users else nbytes
-            full = self.pending_bytes + added > self._max_bytes and self._memory
+            full = self._memory and added and self.pending_bytes + added > self._max_bytes
             if self._closed or full:
                 return False
             self._memory[memory] = users + 1, known or nbytes

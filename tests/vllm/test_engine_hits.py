@@ -298,6 +298,37 @@ def test_client_uuids_are_not_cached(open_engine: OpenEngine, tiers: dict[str, A
         assert half(engine).engine.memory.usage().entries == 0
 
 
+def test_a_uuid_that_vllm_digested_never_gives_another_picture(
+    open_engine: OpenEngine, tiers: dict[str, Any]
+) -> None:
+    """With options in the request, its uuid looks like a hash of the media."""
+
+    def ask(engine: InProcessLLM, picture: bytes) -> list[int]:
+        from vllm import SamplingParams
+
+        (result,) = engine.llm.chat(
+            chat_messages(TEXT, [picture], uuids=["logo"]),
+            SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+            mm_processor_kwargs={"max_pixels": 12544},
+            use_tqdm=False,
+        )
+        return list(result.outputs[0].token_ids)
+
+    first, second = noise_picture(1), noise_picture(2)
+    with open_engine("qwen2_vl") as engine:
+        expected = ask(engine, second)
+    with open_engine("qwen2_vl", tiers) as engine:
+        assert ask(engine, first) != expected
+        wait_until_saved(engine, 1)
+        engine.reset_caches()
+        assert ask(engine, second) == expected
+        assert engine.encoded_items() == 2
+        wait_until_saved(engine, 2)
+        engine.reset_caches()
+        assert ask(engine, second) == expected
+        assert engine.encoded_items() == 0
+
+
 def test_an_encoder_decoder_is_refused(open_engine: OpenEngine, tiers: dict[str, Any]) -> None:
     with (
         pytest.raises(ConfigError, match=r"encoder-decoder.*remove --ec-transfer-config"),

@@ -28,6 +28,7 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.request import Request
 
+from lmcache_ec.vllm.content import EntryNames
 from lmcache_ec.vllm.plan import WorkerReport
 from lmcache_ec.vllm.scheduler import SchedulerHalf
 from vllm import SamplingParams
@@ -83,7 +84,11 @@ class Cache:
     """An engine with its scheduler half, as one server's process has them."""
 
     def __init__(self, shm: Path, disk: Path | None = None, **options: object) -> None:
-        settings = {"shm_path": str(shm), "max_local_cpu_size": 0.03, **options}
+        settings: dict[str, object] = {
+            "shm_path": str(shm),
+            "max_local_cpu_size": 0.03,
+            **options,
+        }
         if disk is not None:
             settings["local_disk"] = str(disk)
         self.engine = ECCacheEngine(
@@ -94,8 +99,21 @@ class Cache:
             may_load=True,
             may_save=True,
             widths={"image": WIDTH},
-            metadata_fields=lambda _: {"image_grid_thw"},
+            names=EntryNames(
+                client_uuids=self.engine.config.cache_client_uuids,
+                verify_content=self.engine.config.verify_content,
+                metadata_fields=lambda _: {"image_grid_thw"},
+            ),
         )
+
+    def put(self, identifier: str, tensor: torch.Tensor) -> None:
+        """Keep what the encoder gave for ``MEDIA`` under this identifier."""
+        self.engine.put(self.entry(identifier), tensor)
+
+    def entry(self, identifier: str) -> str:
+        name = self.half._names.of(request("any", identifier).mm_features[0])
+        assert name is not None
+        return name
 
     @property
     def pinned(self) -> int:
@@ -136,17 +154,17 @@ def disk_cache(shm: Path, tmp_path: Path) -> Iterator[Cache]:
 
 def on_disk_only(cache: Cache, identifier: str, tensor: torch.Tensor) -> None:
     """Put, write down, then push it out of memory."""
-    cache.engine.put(identifier, tensor)
+    cache.put(identifier, tensor)
     cache.engine.flush()
     for number in range(20):
         cache.engine.put(name(f"filler {number}"), torch.zeros(1 << 20).bfloat16())
         cache.engine.flush()
-    assert cache.engine.memory.lease(cache.engine._key(identifier)) is None
+    assert not cache.engine.memory.contains(cache.engine._key(cache.entry(identifier)))
 
 
 def test_a_hit_is_leased_before_it_is_promised(cache: Cache) -> None:
     picture = name("a")
-    cache.engine.put(picture, output(1))
+    cache.put(picture, output(1))
     wanted = request("r", picture)
     assert not cache.half.has_cache_item(picture)
     assert cache.half.ensure_cache_available(wanted, 0)
@@ -160,7 +178,7 @@ def test_a_hit_is_leased_before_it_is_promised(cache: Cache) -> None:
 def test_a_plan_keeps_its_bytes_until_every_worker_has_reported(cache: Cache) -> None:
     """An abort between planning and loading must not free what the workers are about to read."""
     picture = name("a")
-    cache.engine.put(picture, output(1))
+    cache.put(picture, output(1))
     wanted = request("r", picture)
     cache.half.ensure_cache_available(wanted, 0)
     cache.half.update_state_after_alloc(wanted, 0)
@@ -185,8 +203,8 @@ def test_a_computed_item_is_planned_as_a_save_and_not_as_a_load(cache: Cache) ->
     cache.half.update_state_after_alloc(wanted, 0)
     plan = cache.half.build_connector_meta([])
     assert plan.loads == ()
-    assert plan.saves == {name("new")}
-    assert cache.half.build_connector_meta([]).saves == frozenset()
+    assert plan.saves == {name("new"): cache.entry(name("new"))}
+    assert cache.half.build_connector_meta([]).saves == {}
 
 
 def test_a_disk_entry_defers_its_request_and_no_other(disk_cache: Cache) -> None:
@@ -235,7 +253,7 @@ def test_past_the_budget_the_encoder_runs(shm: Path, tmp_path: Path) -> None:
 def test_items_already_computed_are_not_looked_up(cache: Cache) -> None:
     pictures = [name("a"), name("b")]
     for number, picture in enumerate(pictures):
-        cache.engine.put(picture, output(number))
+        cache.put(picture, output(number))
     wanted = request("r", *pictures)
     first = wanted.mm_features[0].mm_position
     assert cache.half.ensure_cache_available(wanted, first.offset + first.length)
@@ -246,7 +264,7 @@ def test_items_already_computed_are_not_looked_up(cache: Cache) -> None:
 
 def test_a_lease_ends_with_its_item_and_comes_back_after_a_preemption(cache: Cache) -> None:
     picture = name("a")
-    cache.engine.put(picture, output(1))
+    cache.put(picture, output(1))
     wanted = request("r", picture)
     cache.half.ensure_cache_available(wanted, 0)
     cache.half.update_state_after_free(wanted, 0)
@@ -260,7 +278,7 @@ def test_a_lease_ends_with_its_item_and_comes_back_after_a_preemption(cache: Cac
 
 def test_one_item_shared_by_two_requests_outlives_the_first(cache: Cache) -> None:
     picture = name("a")
-    cache.engine.put(picture, output(1))
+    cache.put(picture, output(1))
     one, two = request("one", picture, picture), request("two", picture)
     assert cache.half.ensure_cache_available(one, 0)
     assert cache.half.ensure_cache_available(two, 0)
@@ -273,7 +291,7 @@ def test_one_item_shared_by_two_requests_outlives_the_first(cache: Cache) -> Non
 
 @pytest.mark.parametrize("shape", [(ROWS - 1, WIDTH), (ROWS + 1, WIDTH), (ROWS, WIDTH * 2)])
 def test_another_shape_is_a_miss(cache: Cache, shape: tuple[int, int]) -> None:
-    cache.engine.put(name("a"), torch.ones(shape))
+    cache.put(name("a"), torch.ones(shape))
     wanted = request("r", name("a"))
     assert cache.half.ensure_cache_available(wanted, 0)
     assert not cache.half.has_cache_item(name("a"))
@@ -293,7 +311,7 @@ def test_what_does_not_identify_is_neither_looked_up_nor_saved(
     assert cache.half.ensure_cache_available(wanted, 0)
     cache.half.update_state_after_alloc(wanted, 0)
     plan = cache.half.build_connector_meta([])
-    assert (plan.loads, plan.saves) == ((), frozenset())
+    assert (plan.loads, plan.saves) == ((), {})
     assert cache.engine.events.snapshot() == []
     cache.half.request_finished(wanted)
 
@@ -307,53 +325,76 @@ def test_an_operator_may_allow_uuids_but_never_counters_or_loras(shm: Path) -> N
         wanted = request(f"r{number}", identifier, mm_hash=mm_hash)
         assert cache.half.ensure_cache_available(wanted, 0)
         cache.half.update_state_after_alloc(wanted, 0)
-        saved |= cache.half.build_connector_meta([]).saves
+        saved.update(cache.half.build_connector_meta([]).saves)
         cache.half.request_finished(wanted)
     assert saved == {"my-uuid"}
     cache.half.shutdown()
 
 
-def test_a_uuid_reused_for_another_shape_fails_that_request_alone(shm: Path) -> None:
-    """``has_cache_item`` knows names only, so the second request must not be scheduled."""
+OTHER_MEDIA = item(pixel_values=torch.ones(8, 8), image_grid_thw=torch.tensor([1, 2, 2]))
+
+
+@pytest.mark.parametrize("identifier", [name("a uuid that vLLM digested"), "logo"])
+def test_an_identifier_reused_for_other_media_is_a_miss(shm: Path, identifier: str) -> None:
     cache = Cache(shm, cache_client_uuids=True)
-    cache.engine.put("logo", output(1))
-    good, bad = request("good", "logo"), request("bad", "logo", rows=ROWS + 2)
-    assert cache.half.ensure_cache_available(good, 0)
-    assert not cache.half.ensure_cache_available(bad, 0)
-    assert cache.half.take_unavailable_requests() == {"bad"}
-    assert cache.half.ensure_cache_available(good, 0)
-    for wanted in (good, bad):
-        cache.half.request_finished(wanted)
+    cache.put(identifier, output(1))
+    other = request("other", identifier, data=OTHER_MEDIA)
+    assert cache.half.ensure_cache_available(other, 0)
+    assert not cache.half.has_cache_item(identifier)
+    cache.half.update_state_after_alloc(other, 0)
+    (saved,) = cache.half.build_connector_meta([]).saves.values()
+    assert saved != cache.entry(identifier)
+    cache.half.request_finished(other)
+    cache.half.shutdown()
+
+
+def test_a_request_waits_while_its_identifier_is_promised_for_other_media(shm: Path) -> None:
+    """``has_cache_item`` knows identifiers only, so it would be given the other's tensor."""
+    cache = Cache(shm, cache_client_uuids=True)
+    cache.put("logo", output(1))
+    cache.put("other", output(2))
+    first = request("first", "logo")
+    second = request("second", "other", "logo", data=OTHER_MEDIA)
+    assert cache.half.ensure_cache_available(first, 0)
+    assert not cache.half.ensure_cache_available(second, 0)
+    assert cache.half.ensure_cache_available(first, 0)
+    cache.half.request_finished(first)
+    assert cache.half.ensure_cache_available(second, 0)
+    assert not cache.half.has_cache_item("logo")
+    cache.half.request_finished(second)
+    assert cache.pinned == 0
+    cache.half.shutdown()
+
+
+def test_identifiers_alone_are_trusted_only_when_told_so(shm: Path) -> None:
+    cache = Cache(shm, verify_content=False)
+    cache.engine.put(name("a"), output(1))
+    wanted = request("r", name("a"), data=OTHER_MEDIA)
+    assert cache.half.ensure_cache_available(wanted, 0)
+    assert cache.half.has_cache_item(name("a"))
+    cache.half.request_finished(wanted)
     cache.half.shutdown()
 
 
 def test_client_embeddings_are_neither_looked_up_nor_saved(cache: Cache) -> None:
     picture = name("a")
-    cache.engine.put(picture, output(1))
+    cache.put(picture, output(1))
     wanted = request("r", picture, data=item(image_embeds=torch.zeros(ROWS, WIDTH)))
     assert cache.half.ensure_cache_available(wanted, 0)
     assert not cache.half.has_cache_item(picture)
     cache.half.update_state_after_alloc(wanted, 0)
-    assert cache.half.build_connector_meta([]).saves == frozenset()
+    assert cache.half.build_connector_meta([]).saves == {}
     cache.half.request_finished(wanted)
 
 
-def test_an_item_without_media_is_served_from_the_cache_or_fails_its_request(
-    disk_cache: Cache,
-) -> None:
-    disk_cache.engine.put(name("a"), output(1))
-    known = request("known", name("a"), data=DESCRIPTION)
-    assert disk_cache.settle(known)
-    assert disk_cache.half.has_cache_item(name("a"))
-    unknown = request("unknown", name("b"), data=DESCRIPTION)
-    assert not disk_cache.settle(unknown, timeout_s=0.5)
-    assert disk_cache.half.take_unavailable_requests() == {"unknown"}
-    assert disk_cache.half.take_unavailable_requests() == set()
-    named = request("named", "my-uuid", data=DESCRIPTION)
-    assert not disk_cache.half.ensure_cache_available(named, 0)
-    assert disk_cache.half.take_unavailable_requests() == {"named"}
-    for wanted in (known, unknown, named):
-        disk_cache.half.request_finished(wanted)
+def test_an_item_without_media_fails_its_own_request(cache: Cache) -> None:
+    cache.put(name("a"), output(1))
+    for number, identifier in enumerate([name("a"), name("b"), "my-uuid"]):
+        wanted = request(f"r{number}", identifier, data=DESCRIPTION)
+        assert not cache.half.ensure_cache_available(wanted, 0)
+        assert cache.half.take_unavailable_requests() == {f"r{number}"}
+        assert cache.half.take_unavailable_requests() == set()
+        cache.half.request_finished(wanted)
 
 
 def test_what_vllm_holds_itself_is_not_read_from_disk(disk_cache: Cache) -> None:

@@ -25,6 +25,7 @@ from lmcache_ec.config import ECEngineConfig, load_ec_engine_config
 from lmcache_ec.engine import ECCacheEngine
 from lmcache_ec.errors import BackendError
 from lmcache_ec.events import Events
+from lmcache_ec.vllm.content import EntryNames
 from lmcache_ec.vllm.identity import encoder_dtype, metadata_from_vllm, refuse_unsupported
 from lmcache_ec.vllm.metrics import ECPromMetrics, ECStats
 from lmcache_ec.vllm.plan import ECPlan, WorkerReport
@@ -112,7 +113,11 @@ class LMCacheECConnector(ECConnectorBase):
             may_load=self.is_consumer and not absent,
             may_save=self.is_producer,
             widths=widths,
-            metadata_fields=metadata_fields,
+            names=EntryNames(
+                client_uuids=config.cache_client_uuids,
+                verify_content=config.verify_content,
+                metadata_fields=metadata_fields,
+            ),
         )
 
     def _make_worker(self, vllm_config: VllmConfig, config: ECEngineConfig) -> WorkerHalf:

@@ -11,6 +11,8 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lmcache_ec.backends.local_cpu import Extent
 
 
@@ -22,12 +24,12 @@ class ECPlan(ECConnectorMetadata):
         step: Number of the plan, counted by the scheduler half.
         loads: Identifiers and where in the arena their tensors lie. The scheduler half holds a
             lease on each until every worker has reported this step.
-        saves: Identifiers computed in this step that are to be kept.
+        saves: Identifiers of what is computed in this step and to be kept, with its entry's name.
     """
 
     step: int
     loads: tuple[tuple[str, Extent], ...] = ()
-    saves: frozenset[str] = frozenset()
+    saves: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -13,14 +13,13 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
 
-from lmcache_ec.vllm.identity import is_content_addressed, is_counter
+from lmcache_ec.vllm.content import Content
 from lmcache_ec.vllm.plan import ECPlan, WorkerReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Iterable
 
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
@@ -28,23 +27,16 @@ if TYPE_CHECKING:
     from lmcache_ec.backends.local_cpu import Lease
     from lmcache_ec.engine import ECCacheEngine
     from lmcache_ec.storage_manager import Fetch
+    from lmcache_ec.vllm.content import EntryNames
 
 logger = logging.getLogger(__name__)
-
-
-class Content(Enum):
-    """What a request brings of an item."""
-
-    MEDIA = "something to encode"
-    EMBEDDINGS = "an encoder output made by the client, which says nothing of our encoder"
-    NAME = "its identifier and a description: it must come from the cache"
 
 
 @dataclass(slots=True)
 class _Request:
     """What one request holds and knows, by index into its ``mm_features``."""
 
-    leases: dict[int, Lease] = field(default_factory=dict)
+    leases: dict[int, tuple[str, Lease]] = field(default_factory=dict)
     fetches: dict[int, Fetch] = field(default_factory=dict)
     missed: set[int] = field(default_factory=set)
     deadline: float = 0.0
@@ -58,8 +50,7 @@ class SchedulerHalf:
         may_load: Whether workers can load what is promised.
         may_save: Whether this server keeps what it computes.
         widths: Width of the encoder's output by modality, as far as vLLM measured it.
-        metadata_fields: For a modality, the fields of an item that describe its media without
-            holding it.
+        names: Names of entries for items.
     """
 
     def __init__(
@@ -69,21 +60,21 @@ class SchedulerHalf:
         may_load: bool,
         may_save: bool,
         widths: dict[str, int],
-        metadata_fields: Callable[[str], Collection[str]],
+        names: EntryNames,
     ) -> None:
         self.engine = engine
         self._events = engine.events
         self._may_load = may_load
         self._may_save = may_save
         self._widths = widths
-        self._metadata_fields = metadata_fields
+        self._names = names
         self._budget_s = engine.config.prefetch_timeout_ms / 1000
         self._requests: dict[str, _Request] = {}
         self._leased: dict[str, list[Lease]] = {}  # identifier -> leases of requests
         self._unavailable: set[str] = set()
         self._resident: set[str] = set()  # what vLLM's own encoder cache holds
         self._loads: dict[str, Lease] = {}
-        self._saves: set[str] = set()
+        self._saves: dict[str, str] = {}  # identifier -> name of the entry to be
         self._step = 0
         self._inflight: deque[tuple[int, list[Lease]]] = deque()
         self._shape_warned = False
@@ -94,8 +85,8 @@ class SchedulerHalf:
         """Lease what the request still needs and the cache has; False defers the request.
 
         A request is deferred while entries come from disk or network, for at most
-        ``prefetch_timeout_ms``, or because it can never run (see
-        :meth:`take_unavailable_requests`).
+        ``prefetch_timeout_ms``; while another request has a promise under the same identifier for
+        other content; or because it can never run (see :meth:`take_unavailable_requests`).
         """
         features = request.mm_features
         last = features[-1].mm_position
@@ -109,9 +100,11 @@ class SchedulerHalf:
             end = feature.mm_position.offset + feature.mm_position.length
             if end <= num_computed_tokens or index in state.leases:
                 continue
-            ready = index in state.missed or self._settle(request, index, state)
-            if not ready or (index in state.missed and self._conflicts(request, index)):
+            if index not in state.missed and not self._settle(request, index, state):
                 settled = False
+            if self._conflicts(feature):
+                self._drop_all(state)  # or two such requests could wait for each other
+                return False
         return settled
 
     def has_cache_item(self, identifier: str) -> bool:
@@ -119,7 +112,7 @@ class SchedulerHalf:
         return identifier in self._leased
 
     def take_unavailable_requests(self) -> set[str]:
-        """Requests that refer to an item without its media, which the cache does not have."""
+        """Requests that refer to an item without its media: vLLM alone would die of them."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
@@ -128,19 +121,19 @@ class SchedulerHalf:
         feature = request.mm_features[index]
         fetch = state.fetches.get(index)
         if fetch is None:
-            content = self._content(feature)
-            if not self._is_cacheable(feature, content):
+            name = self._names.of(feature)
+            if name is None:
                 return self._miss(request, index, state, None)
-            lease = self.engine.lease(feature.identifier)
+            lease = self.engine.lease(name)
             if lease is not None:
                 return self._accept(request, index, state, lease)
             if not self.engine.has_tiers:
                 return self._miss(request, index, state, "absent")
-            if feature.identifier in self._resident and content is Content.MEDIA:
+            if feature.identifier in self._resident:
                 return self._miss(request, index, state, None)  # vLLM's own cache answers
             if not state.fetches:
                 state.deadline = time.monotonic() + self._budget_s
-            state.fetches[index] = fetch = self.engine.prefetch(feature.identifier)
+            state.fetches[index] = fetch = self.engine.prefetch(name)
         if not fetch.done():
             if time.monotonic() < state.deadline:
                 return False
@@ -171,19 +164,18 @@ class SchedulerHalf:
                     feature.identifier, shape, (rows, width),
                 )  # fmt: skip
             return self._miss(request, index, state, "shape")
-        state.leases[index] = lease
+        state.leases[index] = (feature.identifier, lease)
         self._leased.setdefault(feature.identifier, []).append(lease)
         return True
 
     def _miss(self, request: Request, index: int, state: _Request, reason: str | None) -> bool:
-        """Leave the item to the encoder; an item without media fails its request instead."""
+        """Leave the item to the encoder; one with nothing to encode fails its request instead."""
         feature = request.mm_features[index]
         if reason is not None:
             self._events.count("misses", reason)
-        if self._content(feature) is Content.NAME:
+        if self._names.content(feature) is Content.NAME:
             logger.warning(
-                "lmcache-ec: request %s refers to %s %s without its media, and the cache does "
-                "not have it; send the media",
+                "lmcache-ec: request %s refers to %s %s without its media; send the media",
                 request.request_id, feature.modality, feature.identifier[:64],
             )  # fmt: skip
             self._events.count("misses", "unavailable")
@@ -192,41 +184,14 @@ class SchedulerHalf:
         state.missed.add(index)
         return True
 
-    def _conflicts(self, request: Request, index: int) -> bool:
-        """Fail a request whose item has the name, but not the shape, of one promised to another.
+    def _conflicts(self, feature: MultiModalFeatureSpec) -> bool:
+        """Whether the item has the identifier, but not the content, of one promised to another.
 
-        ``has_cache_item`` is asked by name alone, so it would be given the other's tensor. Only
-        names chosen by clients can do this; vLLM fails such a request in its own cache as well.
+        ``has_cache_item`` is asked by identifier alone, so it would be given the other's tensor.
+        Only identifiers chosen by clients can do this.
         """
-        feature = request.mm_features[index]
-        leases = self._leased.get(feature.identifier)
-        if not leases or leases[0].extent.shape[0] == request.get_num_encoder_embeds(index):
-            return False
-        logger.warning(
-            "lmcache-ec: request %s gives the name %s to an item of %d rows, while another request "
-            "uses it for one of %d; the request fails",
-            request.request_id, feature.identifier[:64], request.get_num_encoder_embeds(index),
-            leases[0].extent.shape[0],
-        )  # fmt: skip
-        self._unavailable.add(request.request_id)
-        return True
-
-    def _is_cacheable(self, feature: MultiModalFeatureSpec, content: Content) -> bool:
-        identifier = feature.identifier
-        if content is Content.EMBEDDINGS or identifier != (feature.mm_hash or identifier):
-            return False  # the latter: a LoRA on the encoder, whose name does not identify it
-        return is_content_addressed(identifier) or (
-            self.engine.config.cache_client_uuids and not is_counter(identifier)
-        )
-
-    def _content(self, feature: MultiModalFeatureSpec) -> Content:
-        if feature.data is None:  # vLLM keeps the media elsewhere
-            return Content.MEDIA
-        given = {name for name, element in feature.data.items() if element.data is not None}
-        if any(name.endswith("_embeds") for name in given):
-            return Content.EMBEDDINGS
-        described = given <= set(self._metadata_fields(feature.modality))
-        return Content.NAME if described else Content.MEDIA
+        promised = self._leased.get(feature.identifier)
+        return promised is not None and promised[0].key.mm_hash != self._names.of(feature)
 
     # ------------------------------------------------------------------ the plan of a step
 
@@ -238,8 +203,8 @@ class SchedulerHalf:
         if leases := self._leased.get(identifier):
             if identifier not in self._loads:
                 self._loads[identifier] = leases[0].share()
-        elif self._may_save and self._is_cacheable(feature, self._content(feature)):
-            self._saves.add(identifier)
+        elif self._may_save and (name := self._names.of(feature)) is not None:
+            self._saves[identifier] = name
 
     def build_connector_meta(self, freed: Iterable[str]) -> ECPlan:
         """The plan of this step. ``freed`` are the items that leave vLLM's own encoder cache."""
@@ -248,12 +213,12 @@ class SchedulerHalf:
         plan = ECPlan(
             self._step,
             tuple((identifier, lease.extent) for identifier, lease in self._loads.items()),
-            frozenset(self._saves),
+            self._saves,
         )
         if self._loads:
             self._inflight.append((self._step, list(self._loads.values())))
         self._loads = {}
-        self._saves = set()
+        self._saves = {}
         return plan
 
     def update_connector_output(self, report: WorkerReport) -> None:
@@ -276,15 +241,18 @@ class SchedulerHalf:
         """Let go of everything that the request holds; at its end, failure or abort."""
         state = self._requests.pop(request.request_id, None)
         if state is not None:
-            for index in [*state.leases, *state.fetches]:
-                self._drop(index, state)
+            self._drop_all(state)
+
+    def _drop_all(self, state: _Request) -> None:
+        for index in [*state.leases, *state.fetches, *state.missed]:
+            self._drop(index, state)
 
     def _drop(self, index: int, state: _Request) -> None:
         state.missed.discard(index)  # after a preemption it is looked up anew
         if fetch := state.fetches.pop(index, None):
             fetch.drop()
-        if lease := state.leases.pop(index, None):
-            identifier = lease.key.mm_hash
+        if index in state.leases:
+            identifier, lease = state.leases.pop(index)
             self._leased[identifier].remove(lease)
             if not self._leased[identifier]:
                 del self._leased[identifier]

@@ -94,7 +94,8 @@ class WorkerHalf:
         self, plan: ECPlan, encoder_cache: dict[str, torch.Tensor], identifier: str
     ) -> None:
         """Queue a computed tensor for keeping, if the plan says so and this rank saves."""
-        if self._engine is None or identifier not in plan.saves:
+        name = plan.saves.get(identifier)
+        if self._engine is None or name is None:
             return
         tensor = encoder_cache[identifier]
         computed = None
@@ -102,25 +103,23 @@ class WorkerHalf:
             computed = torch.cuda.Event()
             computed.record()
         elif self._device.type != "cpu":  # no way to wait for this device on another thread
-            self._engine.put(identifier, tensor)
+            self._engine.put(name, tensor)
             return
         storage = tensor.untyped_storage()  # outputs are views of a batch
         if not self._saves.submit(
-            lambda: self._save(identifier, tensor, computed), storage.nbytes(), storage.data_ptr()
+            lambda: self._save(name, tensor, computed), storage.nbytes(), storage.data_ptr()
         ):
             self._events.count("drops", "save_queue_full")
 
-    def _save(
-        self, identifier: str, tensor: torch.Tensor, computed: torch.cuda.Event | None
-    ) -> None:
+    def _save(self, name: str, tensor: torch.Tensor, computed: torch.cuda.Event | None) -> None:
         assert self._engine is not None
         if computed is None:
-            self._engine.put(identifier, tensor)
+            self._engine.put(name, tensor)
             return
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(computed)
-            self._engine.put(identifier, tensor)  # its copy to the host ends before it returns
+            self._engine.put(name, tensor)  # its copy to the host ends before it returns
 
     # ------------------------------------------------------------------ the end
 
