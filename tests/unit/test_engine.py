@@ -168,6 +168,7 @@ def test_what_is_too_large_or_has_no_room_is_not_kept(engine: ECCacheEngine) -> 
 
 def test_a_disk_entry_is_a_miss_while_memory_is_full_of_leases(engine: ECCacheEngine) -> None:
     assert engine.put("a", picture(1))
+    assert engine.flush()
     assert engine.put("b", torch.zeros(MIB // 2))
     assert engine.flush()
     lease = engine.lease("b")

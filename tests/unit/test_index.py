@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_ec.backends.index import PAGE, CachePolicy, Index, Refusal, Slot, State
-from lmcache_ec.backends.transaction import FREE
+from lmcache_ec.backends.transaction import ENTRY, FREE, Transaction
 from lmcache_ec.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ME, OTHER = b"m" * 16, b"o" * 16
 
@@ -74,6 +74,66 @@ def test_entry_is_seen_from_commit_on(index: Index) -> None:
     leased = index.lease(digest(1))
     assert leased is not None
     assert (leased.offset, leased.pins, leased.hits) == (slot.offset, 2, 1)
+
+
+def test_entry_without_a_pin_is_the_last_to_go(index: Index) -> None:
+    for number in range(10):
+        put(index, number)
+    index.lease(digest(0))
+    index.lease(digest(1))
+    index.release(digest(0))
+    assert isinstance(index.reserve(digest(10), PAGE)[0], Slot)  # evicts 2
+    ready = index.commit(digest(10), 0, PAGE, (1, PAGE), pins=0)
+    assert (ready.state, ready.pins, ready.owner) == (State.READY, 0, b"")
+    assert index.contains(digest(10))
+    assert index.usage().pinned == PAGE  # entry 1
+    gone = []
+    for number in range(20, 29):
+        assert index.reserve(digest(number), PAGE)[1] == 1
+        gone += [n for n in range(11) if not index.contains(digest(n)) and n not in gone]
+    assert gone == [2, 3, 4, 5, 6, 7, 8, 9, 0, 10]
+    assert index.reserve(digest(30), PAGE) == (Refusal.FULL, 0)
+    index.reclaim(ME)
+    assert index.holders() == set()
+    assert index.usage().pinned == 0
+
+
+def break_lmdb(txn: Transaction) -> None:
+    txn.take_free(PAGE, 9 * PAGE)
+    txn.put(b"", b"LMDB has no empty keys")
+
+
+def break_python(txn: Transaction) -> None:
+    txn.take_free(PAGE, 9 * PAGE)
+    txn.pinned //= 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"), [(break_lmdb, BackendError), (break_python, ZeroDivisionError)]
+)
+def test_what_fails_changes_nothing_and_locks_nobody_out(
+    index: Index, damage: Callable[[Transaction], None], error: type[Exception]
+) -> None:
+    put(index, 1)
+    before = index.usage()
+    with pytest.raises(error), index._write() as txn:
+        damage(txn)
+    assert index.usage() == before
+    put(index, 2)
+
+
+def test_damaged_totals_are_an_error_of_the_backend(shm: Path) -> None:
+    index = make(shm, 10)
+    with index._write() as txn:
+        txn.put(ENTRY + digest(1), b"x")
+    with pytest.raises(BackendError, match="record of 1 bytes"):
+        index.check()
+    with index._env.begin(write=True) as raw:
+        raw.put(b"totals", b"x" * 7)
+    for verb in (index.usage, index.check, lambda: index.reserve(digest(1), PAGE)):
+        with pytest.raises(BackendError, match="totals of 7 bytes"):
+            verb()
+    index.close()
 
 
 def test_abort_gives_everything_back(index: Index) -> None:
@@ -297,13 +357,17 @@ class Tiling(RuleBasedStateMachine):
             assert answer is Refusal.FULL
 
     @precondition(lambda self: self.writing)
-    @rule(data=st.data(), commit=st.booleans())
-    def end_of_writing(self, data: st.DataObject, commit: bool) -> None:
+    @rule(data=st.data(), end=st.sampled_from(["commit", "publish", "abort"]))
+    def end_of_writing(self, data: st.DataObject, end: str) -> None:
         number = data.draw(st.sampled_from(sorted(self.writing)))
         self.index._holder = holder = self.writing.pop(number)
-        if commit:
+        if end == "commit":
             self.index.commit(digest(number), 0, 1, (1,))
             self.pins[holder, number] = 1
+        elif end == "publish":
+            self.index.commit(digest(number), 0, 1, (1,), pins=0)
+            assert self.index.contains(digest(number))
+            del self.extents[number]
         else:
             self.index.abort(digest(number))
             del self.extents[number]
@@ -354,6 +418,8 @@ class Tiling(RuleBasedStateMachine):
         usage = self.index.usage()
         assert usage.free == sum(length for _, length in free) * PAGE
         assert usage.watermark <= usage.capacity
+        with self.index._read() as txn:
+            assert usage.entries == len(list(txn.scan(ENTRY)))
 
     @invariant()
     def what_is_held_stays(self) -> None:

@@ -267,6 +267,34 @@ def test_a_payload_may_follow_a_header(backend: LocalCPUBackend) -> None:
     again.release()
 
 
+def test_what_is_published_is_there_and_may_go(
+    backend: LocalCPUBackend, shm: Path, start: Callable[..., Any], events: Events
+) -> None:
+    child = start(other_process, shm)
+    child.answer()
+    for number in range(9):
+        reservation = reserve(backend, number)
+        assert isinstance(reservation, Reservation)
+        reservation.tensor(0, SHAPE).copy_(content(number))
+        reservation.publish(0, SHAPE)
+        reservation.abort()  # does nothing
+        assert child.ask(("found", number))
+    assert backend.usage().pinned == 0
+    assert events.value("evictions", "memory") == 1
+    assert found(backend, 1)
+    assert not found(backend, 0)
+    assert child.end() == 0
+
+
+def test_a_reservation_ends_where_its_neighbour_starts(backend: LocalCPUBackend) -> None:
+    reservation = reserve(backend, 1, PAGE)
+    assert isinstance(reservation, Reservation)
+    with pytest.raises(AssertionError, match="beyond"):
+        reservation.tensor(4, (PAGE // 4,))
+    assert reservation.tensor(0, (PAGE // 4,)).nbytes == PAGE
+    reservation.abort()
+
+
 def test_abort_ends_a_reservation_once(backend: LocalCPUBackend) -> None:
     reservation = reserve(backend, 1)
     assert isinstance(reservation, Reservation)

@@ -398,6 +398,16 @@ def test_a_fetch_goes_on_when_the_other_one_gives_up(stack: Stack) -> None:
     lease.release()
 
 
+def test_a_tensor_is_kept_as_it_reads_not_as_it_lies_in_memory(stack: Stack) -> None:
+    negated = torch.tensor([1 + 2j]).conj().imag  # torch only marks it; its memory holds 2.0
+    assert stack.manager.put(key(1), negated)
+    lease = stack.manager.lease(key(1))
+    assert lease is not None
+    assert lease.tensor.tolist() == [-2.0]
+    lease.release()
+    assert stack.manager.flush(TIMEOUT_S)
+
+
 def test_a_tensor_that_cannot_be_copied_leaves_no_reservation(stack: Stack) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         stack.manager.put(key(1), torch.empty(SHAPE, device="meta"))

@@ -241,7 +241,7 @@ class Index:
             evicted = 0
             while (hole := txn.best_fit(length)) is None:
                 limit = txn.capacity if may_grow else txn.watermark
-                if may_grow and txn.watermark - txn.tail() + length <= limit:
+                if txn.watermark < limit and txn.watermark - txn.tail() + length <= limit:
                     return Refusal.GROW, evicted
                 if limit - txn.pinned < length:
                     return Refusal.FULL, evicted
