@@ -344,7 +344,9 @@ class Index:
     def holders(self) -> set[bytes]:
         """Every holder with a reservation or a pin."""
         found = set()
-        with self._read() as txn:
+        # A writer killed at the end of its commit leaves a state that readers see only after the
+        # next writer: look as a writer, or the dead one's last reservation would be missed.
+        with self._write() as txn:
             cursor = txn.cursor()
             more = cursor.set_range(HELD)
             while more and (key := cursor.key()).startswith(HELD):
