@@ -150,7 +150,7 @@ def test_disk_is_read_after_vllm_has_emptied_its_encoder_cache(
 def test_an_item_without_media_fails_alone_where_nothing_is_cached(
     open_engine: OpenEngine, ec: dict[str, Any]
 ) -> None:
-    """The memory tier cannot be used; vLLM still lets clients leave the media out."""
+    """The worker has no memory tier, so nothing loads; clients may still leave the media out."""
     memory = arena_directory(Path(ec["ec_connector_extra_config"]["shm_path"]))
     memory.mkdir(mode=0o700)
     (memory / "index").touch()  # a file where a directory must be
@@ -161,7 +161,6 @@ def test_an_item_without_media_fails_alone_where_nothing_is_cached(
     }
     picture = noise_picture(1)
     with open_engine("qwen2_vl", ec) as engine:
-        assert half(engine) is None
         expected = engine.generate(TEXT, [picture])
         content = [unknown, {"type": "text", "text": TEXT}]
         (answer,) = engine.llm.chat([{"role": "user", "content": content}], use_tqdm=False)

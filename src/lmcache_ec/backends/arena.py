@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = 1  # of everything below the directory; another number is another arena
+LAYOUT = 2  # of everything below the directory; another number is another arena
 GROWTH_BYTES = 64 << 20  # blocks are allocated in steps of this much
 HEADROOM_BYTES = 8 << 20  # left on the tmpfs for the index and for others
 LOCK_FILE_BYTES = 1024 * 64 + 4096  # 1024 readers of a cache line each, and LMDB's header
