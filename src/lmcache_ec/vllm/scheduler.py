@@ -4,7 +4,8 @@ vLLM kills the engine when a promised tensor is absent, so a promise is a lease:
 host memory, verified, of the right shape, and pinned. Leases are taken only in
 ``ensure_cache_available``, so the answers of ``has_cache_item`` cannot change within a step.
 
-All methods run on the scheduler's thread and none waits for I/O.
+All methods run on the scheduler's thread. None does I/O, and a request waits for that of the read
+threads once, for half a millisecond at most: else it is deferred.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from lmcache_ec.vllm.content import EntryNames
 
 logger = logging.getLogger(__name__)
+
+LOOKUP_GRACE_S = 0.0005  # how long a new request may hold up the scheduler for its look-ups
 
 
 @dataclass(slots=True)
@@ -88,15 +91,26 @@ class SchedulerHalf:
         ``prefetch_timeout_ms``; while another request has a promise under the same identifier for
         other content; or because it can never run (see :meth:`take_unavailable_requests`).
         """
-        features = request.mm_features
-        last = features[-1].mm_position
+        last = request.mm_features[-1].mm_position
         if last.offset + last.length <= num_computed_tokens or not self._may_load:
             return True
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._requests[request.request_id] = _Request()
+        fresh = not state.fetches
+        settled = self._settle_all(request, num_computed_tokens, state)
+        if not settled and fresh and state.fetches:
+            # Most look-ups end within this, found or not, and a step may be far longer.
+            end = time.monotonic() + LOOKUP_GRACE_S
+            for fetch in state.fetches.values():
+                fetch.wait(max(0.0, end - time.monotonic()))
+            settled = self._settle_all(request, num_computed_tokens, state)
+        return settled
+
+    def _settle_all(self, request: Request, num_computed_tokens: int, state: _Request) -> bool:
+        """Settle what can be settled now; False while anything is open."""
         settled = True
-        for index, feature in enumerate(features):
+        for index, feature in enumerate(request.mm_features):
             end = feature.mm_position.offset + feature.mm_position.length
             if end <= num_computed_tokens or index in state.leases:
                 continue
