@@ -19,6 +19,7 @@ from lmcache_ec.vllm.worker import WorkerHalf
 from vllm import SamplingParams
 
 SAVE_TIMEOUT_S = 60
+LABEL = b"rank 0".ljust(16)
 
 
 class LMCacheEC:
@@ -43,9 +44,17 @@ class LMCacheEC:
         names_of = EntryNames(
             client_uuids=False, verify_content=False, metadata_fields=lambda _: ()
         )
-        scheduler = SchedulerHalf(engine, may_load=True, may_save=True, widths={}, names=names_of)
+        scheduler = SchedulerHalf(
+            engine,
+            workers=[LABEL],
+            budget_s=1,
+            may_load=True,
+            may_save=True,
+            widths={},
+            names=names_of,
+        )
         cpu = torch.device("cpu")
-        worker = WorkerHalf(engine.memory, torch.bfloat16, cpu, engine, 1 << 40, Events())
+        worker = WorkerHalf(engine.memory, LABEL, torch.bfloat16, cpu, engine, 1 << 40, Events())
         use = torch.zeros_like(sources[0])
         targets = [torch.zeros_like(source) for source in sources]
         names = [""] * len(sources)
@@ -59,7 +68,7 @@ class LMCacheEC:
 
         def plan(i: int) -> None:
             scheduler.update_state_after_alloc(requests[i], 0)
-            plans[i] = scheduler.build_connector_meta([names[i]])
+            plans[i] = scheduler.build_connector_meta()
 
         def renew_and_plan(i: int) -> None:
             renew(i)
@@ -95,9 +104,8 @@ class LMCacheEC:
             return cache[names[i]]
 
         def report(i: int) -> None:
-            report = worker.report()
-            assert report is not None
-            scheduler.update_connector_output(report)
+            worker.report()
+            scheduler.release_loaded()
 
         def finish(i: int) -> None:
             scheduler.request_finished(requests[i])

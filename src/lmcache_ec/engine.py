@@ -16,7 +16,7 @@ from lmcache_ec.backends.local_disk import LocalDiskBackend
 from lmcache_ec.errors import ConfigError, InvalidKeyError
 from lmcache_ec.events import Events
 from lmcache_ec.key import CacheEngineKey, ECMetadata, Namespace
-from lmcache_ec.storage_manager import Fetch, StorageManager
+from lmcache_ec.storage_manager import ABSENT, Fetch, StorageManager
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -126,12 +126,10 @@ class ECCacheEngine:
             InvalidKeyError: ``mm_hash`` is not text of at most 4096 bytes of UTF-8.
         """
         key = self._key(mm_hash)
-        lease = self._storage.lease(key)
+        lease = self._storage.lease(key) or self._wait(key)
         if lease is None:
-            lease = self._wait(key)
-        if lease is None:
-            self.events.count("misses", "absent")
             return None
+        self._storage.count_hit(lease)
         try:
             tensor = lease.tensor
             if torch.device(device).type == "cpu" and tensor.nbytes >= HUGE_BYTES:
@@ -143,12 +141,16 @@ class ECCacheEngine:
     # ------------------------------------------------------------------ for the connector
 
     def lease(self, mm_hash: str) -> Lease | None:
-        """Pin the entry if memory has it; tens of microseconds, no I/O.
+        """Pin the entry if memory has it; tens of microseconds, no I/O, not counted.
 
         Raises:
             InvalidKeyError: ``mm_hash`` is not text of at most 4096 bytes of UTF-8.
         """
         return self._storage.lease(self._key(mm_hash))
+
+    def count_hit(self, lease: Lease) -> None:
+        """Count that a leased entry is used, as :meth:`get` does by itself."""
+        self._storage.count_hit(lease)
 
     def prefetch(self, mm_hash: str) -> Fetch:
         """Bring the entry from the tiers below into memory, in the background. Never blocks.
@@ -198,13 +200,17 @@ class ECCacheEngine:
 
     def _wait(self, key: CacheEngineKey) -> Lease | None:
         if not self.has_tiers:
+            self.events.count("misses", ABSENT)
             return None
         fetch = self._storage.prefetch(key)
         try:
             fetch.wait()
-            return fetch.take()
+            lease = fetch.take()
         finally:
             fetch.drop()
+        if lease is None:
+            self.events.count("misses", fetch.reason)
+        return lease
 
 
 def _huge_like(tensor: torch.Tensor) -> torch.Tensor:

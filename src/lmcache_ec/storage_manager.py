@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FETCH_THREADS = 4
+ABSENT, MEMORY_FULL = "absent", "memory_full"  # reasons of misses
 BUSY_TIMEOUT_S = 5.0  # how long a fetch waits for another process that brings the same entry
 
 
@@ -40,6 +41,10 @@ class Fetch:
     """One read of one entry into memory, shared by all who want it at the same time.
 
     Whoever got it from :meth:`StorageManager.prefetch` calls :meth:`drop` once.
+
+    Attributes:
+        key: Key of the entry.
+        reason: Why there is no lease, as the counter of misses calls it.
     """
 
     def __init__(self, manager: StorageManager, key: CacheEngineKey) -> None:
@@ -48,7 +53,7 @@ class Fetch:
         self._wanted = 0
         self._finished = threading.Event()
         self._lease: Lease | None = None
-        self._tier = ""
+        self.reason = ABSENT
 
     def done(self) -> bool:
         """Whether the read has ended, found or not. Never blocks."""
@@ -59,11 +64,9 @@ class Fetch:
         return self._finished.wait(timeout_s)
 
     def take(self) -> Lease | None:
-        """After :meth:`done`: a lease of the caller's own, or None when no tier has the entry."""
+        """After :meth:`done`: a lease of the caller's own, or None, and :attr:`reason` says why."""
         assert self.done()
-        if self._lease is None:
-            return None
-        return self._manager.lease(self.key, tier=self._tier)
+        return None if self._lease is None else self._lease.share()
 
     def drop(self) -> None:
         """Say that the caller wants it no more. A read under way goes on, and fills memory."""
@@ -119,20 +122,18 @@ class StorageManager:
                 self._failed(tier.name, error)
         return False
 
-    def lease(self, key: CacheEngineKey, tier: str = "memory") -> Lease | None:
-        """Lease the entry if memory has it. Tens of microseconds, no I/O.
-
-        ``tier`` is the tier that the hit is counted for.
-        """
+    def lease(self, key: CacheEngineKey) -> Lease | None:
+        """Lease the entry if memory has it. Tens of microseconds, no I/O, not counted."""
         try:
-            lease = self.memory.lease(key)
+            return self.memory.lease(key)
         except BackendError as error:
             self._failed("memory", error)
             return None
-        if lease is not None:
-            self._events.count("hits", tier)
-            self._events.count("bytes_read", tier, lease.nbytes)
-        return lease
+
+    def count_hit(self, lease: Lease) -> None:
+        """Count that a leased entry is used."""
+        self._events.count("hits", lease.tier)
+        self._events.count("bytes_read", lease.tier, lease.nbytes)
 
     def prefetch(self, key: CacheEngineKey) -> Fetch:
         """Bring the entry into memory in the background. Never blocks."""
@@ -155,39 +156,43 @@ class StorageManager:
                 fetch._lease.release()  # noqa: SLF001
 
     def _run_fetch(self, fetch: Fetch) -> None:
-        lease, tier = None, ""
+        found: Lease | Refusal | None = None
         try:
-            lease, tier = self._fetch(fetch.key)
+            found = self._fetch(fetch.key)
         finally:
             with self._fetches_lock:
                 self._fetches.pop(fetch.key.digest, None)
-                fetch._lease, fetch._tier = lease, tier  # noqa: SLF001
+                if isinstance(found, Lease):
+                    fetch._lease = found  # noqa: SLF001
+                elif found is Refusal.FULL:
+                    fetch.reason = MEMORY_FULL
                 fetch._finished.set()  # noqa: SLF001
-                if fetch._wanted == 0 and lease:  # noqa: SLF001
-                    lease.release()
+                if fetch._wanted == 0 and fetch._lease:  # noqa: SLF001
+                    fetch._lease.release()  # noqa: SLF001
 
-    def _fetch(self, key: CacheEngineKey) -> tuple[Lease | None, str]:
-        """The entry from the first tier that has it, and that tier's name."""
+    def _fetch(self, key: CacheEngineKey) -> Lease | Refusal | None:
+        """The entry from the first tier that has it, or why memory did not take it."""
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while not self._closed:
             try:
                 if lease := self.memory.lease(key):
-                    return lease, "memory"
+                    return lease
             except BackendError as error:
                 self._failed("memory", error)
-                return None, ""
+                return None
             refusal = None
             for number, tier in enumerate(self._tiers):
                 found = self._read(tier, key)
                 if isinstance(found, Lease):
+                    found.tier = tier.name
                     self._write_down(key, self._tiers[:number])
-                    return found, tier.name
+                    return found
                 refusal = refusal or found
             if refusal not in (Refusal.BUSY, Refusal.EXISTS) or time.monotonic() > deadline:
-                return None, ""
+                return refusal
             if refusal is Refusal.BUSY:
                 time.sleep(0.001)  # another process is bringing it
-        return None, ""
+        return None
 
     def _read(self, tier: Backend, key: CacheEngineKey) -> Lease | Refusal | None:
         """Read the entry from one tier into memory and verify it; None when it is not there."""

@@ -34,6 +34,7 @@ from lmcache_ec.vllm.scheduler import SchedulerHalf
 from vllm import SamplingParams
 
 WIDTH = 32
+WORKERS = [b"rank 0".ljust(16), b"rank 1".ljust(16)]
 ROWS = 6
 
 
@@ -96,6 +97,8 @@ class Cache:
         )
         self.half = SchedulerHalf(
             self.engine,
+            workers=WORKERS,
+            budget_s=self.engine.config.prefetch_timeout_ms / 1000,
             may_load=True,
             may_save=True,
             widths={"image": WIDTH},
@@ -114,6 +117,12 @@ class Cache:
         name = self.half._names.of(request("any", identifier).mm_features[0])
         assert name is not None
         return name
+
+    def loaded(self, step: int, *workers: bytes) -> None:
+        """These workers, or all of them, have loaded what the plan of that step promised."""
+        for worker in workers or WORKERS:
+            self.engine.memory.note(worker, step)
+        self.half.release_loaded()
 
     @property
     def pinned(self) -> int:
@@ -182,7 +191,7 @@ def test_a_plan_keeps_its_bytes_until_every_worker_has_reported(cache: Cache) ->
     wanted = request("r", picture)
     cache.half.ensure_cache_available(wanted, 0)
     cache.half.update_state_after_alloc(wanted, 0)
-    plan = cache.half.build_connector_meta([])
+    plan = cache.half.build_connector_meta()
     cache.half.request_finished(wanted)
     assert cache.pinned > 0
     for number in range(40):  # what is not pinned is evicted several times over
@@ -190,21 +199,28 @@ def test_a_plan_keeps_its_bytes_until_every_worker_has_reported(cache: Cache) ->
     ((identifier, extent),) = plan.loads
     assert identifier == picture
     assert torch.equal(cache.engine.view(extent), output(1))
-    slow = WorkerReport(plan.step - 1).aggregate(WorkerReport(plan.step))
-    cache.half.update_connector_output(slow)
+    cache.loaded(plan.step, WORKERS[0])
     assert cache.pinned > 0
-    cache.half.update_connector_output(WorkerReport(plan.step))
+    cache.loaded(plan.step - 1, WORKERS[1])
+    assert cache.pinned > 0
+    cache.loaded(plan.step)
     assert cache.pinned == 0
+
+
+def test_what_workers_count_is_added_up(cache: Cache) -> None:
+    one, two = (WorkerReport({("drops", "save_queue_full"): by}) for by in (1, 2))
+    cache.half.update_connector_output(one.aggregate(two))
+    assert cache.engine.events.value("drops", "save_queue_full") == 3
 
 
 def test_a_computed_item_is_planned_as_a_save_and_not_as_a_load(cache: Cache) -> None:
     wanted = request("r", name("new"))
     assert cache.half.ensure_cache_available(wanted, 0)
     cache.half.update_state_after_alloc(wanted, 0)
-    plan = cache.half.build_connector_meta([])
+    plan = cache.half.build_connector_meta()
     assert plan.loads == ()
     assert plan.saves == {name("new"): cache.entry(name("new"))}
-    assert cache.half.build_connector_meta([]).saves == {}
+    assert cache.half.build_connector_meta().saves == {}
 
 
 def test_a_disk_entry_defers_its_request_and_no_other(disk_cache: Cache) -> None:
@@ -217,9 +233,9 @@ def test_a_disk_entry_defers_its_request_and_no_other(disk_cache: Cache) -> None
     assert disk_cache.settle(waiting)
     assert disk_cache.half.has_cache_item(cold)
     disk_cache.half.update_state_after_alloc(waiting, 0)
-    plan = disk_cache.half.build_connector_meta([])
+    plan = disk_cache.half.build_connector_meta()
     assert torch.equal(disk_cache.engine.view(plan.loads[0][1]), output(3))
-    disk_cache.half.update_connector_output(WorkerReport(plan.step))
+    disk_cache.loaded(plan.step)
     disk_cache.half.request_finished(waiting)
 
 
@@ -310,7 +326,7 @@ def test_what_does_not_identify_is_neither_looked_up_nor_saved(
     wanted = request("r", identifier)
     assert cache.half.ensure_cache_available(wanted, 0)
     cache.half.update_state_after_alloc(wanted, 0)
-    plan = cache.half.build_connector_meta([])
+    plan = cache.half.build_connector_meta()
     assert (plan.loads, plan.saves) == ((), {})
     assert cache.engine.events.snapshot() == []
     cache.half.request_finished(wanted)
@@ -325,7 +341,7 @@ def test_an_operator_may_allow_uuids_but_never_counters_or_loras(shm: Path) -> N
         wanted = request(f"r{number}", identifier, mm_hash=mm_hash)
         assert cache.half.ensure_cache_available(wanted, 0)
         cache.half.update_state_after_alloc(wanted, 0)
-        saved.update(cache.half.build_connector_meta([]).saves)
+        saved.update(cache.half.build_connector_meta().saves)
         cache.half.request_finished(wanted)
     assert saved == {"my-uuid"}
     cache.half.shutdown()
@@ -342,7 +358,7 @@ def test_an_identifier_reused_for_other_media_is_a_miss(shm: Path, identifier: s
     assert cache.half.ensure_cache_available(other, 0)
     assert not cache.half.has_cache_item(identifier)
     cache.half.update_state_after_alloc(other, 0)
-    (saved,) = cache.half.build_connector_meta([]).saves.values()
+    (saved,) = cache.half.build_connector_meta().saves.values()
     assert saved != cache.entry(identifier)
     cache.half.request_finished(other)
     cache.half.shutdown()
@@ -383,34 +399,55 @@ def test_client_embeddings_are_neither_looked_up_nor_saved(cache: Cache) -> None
     assert cache.half.ensure_cache_available(wanted, 0)
     assert not cache.half.has_cache_item(picture)
     cache.half.update_state_after_alloc(wanted, 0)
-    assert cache.half.build_connector_meta([]).saves == {}
+    assert cache.half.build_connector_meta().saves == {}
     cache.half.request_finished(wanted)
 
 
-def test_an_item_without_media_fails_its_own_request(cache: Cache) -> None:
+def test_an_item_without_media_is_what_last_came_under_its_name(cache: Cache) -> None:
     cache.put(name("a"), output(1))
-    for number, identifier in enumerate([name("a"), name("b"), "my-uuid"]):
+    sent = request("sent", name("a"))
+    assert cache.half.ensure_cache_available(sent, 0)
+    cache.half.request_finished(sent)
+    named = request("named", name("a"), data=DESCRIPTION)
+    assert cache.half.ensure_cache_available(named, 0)
+    assert cache.half.has_cache_item(name("a"))
+    cache.half.request_finished(named)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_an_item_without_media_that_nobody_has_fails_its_own_request(
+    cache: Cache, works: bool
+) -> None:
+    """Also where there is no cache at all: vLLM would die of it."""
+    half = cache.half
+    if not works:
+        half = SchedulerHalf(
+            None,
+            workers=WORKERS,
+            budget_s=1,
+            may_load=True,
+            may_save=True,
+            widths={},
+            names=cache.half._names,
+        )
+    for number, identifier in enumerate([name("b"), "my-uuid"]):
         wanted = request(f"r{number}", identifier, data=DESCRIPTION)
-        assert not cache.half.ensure_cache_available(wanted, 0)
-        assert cache.half.take_unavailable_requests() == {f"r{number}"}
-        assert cache.half.take_unavailable_requests() == set()
-        cache.half.request_finished(wanted)
+        assert not half.ensure_cache_available(wanted, 0)
+        assert half.take_unavailable_requests() == {f"r{number}"}
+        assert half.take_unavailable_requests() == set()
+        half.request_finished(wanted)
+    assert half.ensure_cache_available(request("media", name("c")), 0)
 
 
-def test_what_vllm_holds_itself_is_not_read_from_disk(disk_cache: Cache) -> None:
-    cold = name("cold")
-    first = request("first", cold)
-    disk_cache.settle(first)
-    disk_cache.half.update_state_after_alloc(first, 0)
-    disk_cache.half.build_connector_meta([])
-    disk_cache.half.request_finished(first)
-    on_disk_only(disk_cache, cold, output(3))
-    again = request("again", cold)
-    assert disk_cache.half.ensure_cache_available(again, 0)
-    assert disk_cache.engine.events.value("hits", "disk") == 0
-    disk_cache.half.request_finished(again)
-    disk_cache.half.build_connector_meta([cold])  # vLLM has let it go
-    later = request("later", cold)
-    assert disk_cache.settle(later)
-    assert disk_cache.engine.events.value("hits", "disk") == 1
-    disk_cache.half.request_finished(later)
+def test_hits_are_counted_when_they_are_loaded(cache: Cache) -> None:
+    cache.put(name("a"), output(1))
+    for number in range(3):
+        wanted = request(f"r{number}", name("a"))
+        assert cache.half.ensure_cache_available(wanted, 0)
+        if number == 0:  # vLLM's own cache answers the others
+            cache.half.update_state_after_alloc(wanted, 0)
+    assert cache.engine.events.value("hits", "memory") == 1
+    for number in range(3):
+        cache.half.request_finished(request(f"r{number}", name("a")))
+    cache.loaded(cache.half.build_connector_meta().step)
+    assert cache.pinned == 0

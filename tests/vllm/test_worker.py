@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make test` installs 
 from lmcache_ec.vllm.plan import ECPlan, WorkerReport
 from lmcache_ec.vllm.worker import WorkerHalf
 
+LABEL = b"rank 0".ljust(16)
 DEVICES = [
     "cpu",
     pytest.param(
@@ -45,6 +46,7 @@ def worker(request: pytest.FixtureRequest, cache: ECCacheEngine) -> Iterator[Wor
     saver = ECCacheEngine(cache.config, ECMetadata("model"), torch.bfloat16)
     half = WorkerHalf(
         saver.memory,
+        LABEL,
         torch.bfloat16,
         torch.device(request.param),
         saver,
@@ -85,9 +87,8 @@ def test_what_is_saved_is_loaded_bit_by_bit(cache: ECCacheEngine, worker: Worker
         assert torch.equal(encoder_cache[name].cpu(), tensor)
     if worker._cuda:
         torch.cuda.synchronize()
-    report = worker.report()
-    assert report is not None
-    assert report.step == 2
+    worker.report()
+    assert cache.memory.noted() == {LABEL: 2}
 
 
 def test_a_loaded_tensor_is_a_copy(cache: ECCacheEngine, worker: WorkerHalf) -> None:
@@ -113,7 +114,7 @@ def test_only_what_the_plan_lists_is_saved(cache: ECCacheEngine, worker: WorkerH
 
 def test_a_rank_without_an_engine_saves_nothing(cache: ECCacheEngine) -> None:
     half = WorkerHalf(
-        cache.memory, torch.bfloat16, torch.device("cpu"), None, 8 << 20, cache.events
+        cache.memory, LABEL, torch.bfloat16, torch.device("cpu"), None, 8 << 20, cache.events
     )
     save(half, {"a": torch.ones(4, 8)})
     assert not cache.contains("a")
@@ -136,15 +137,20 @@ def test_waiting_saves_are_bounded_by_the_batches_they_keep_alive(
     assert report.counts["drops", "save_queue_full"] == 1
 
 
-def test_a_report_is_made_once(cache: ECCacheEngine, worker: WorkerHalf) -> None:
+def test_what_is_loaded_is_told_and_counts_are_reported_once(
+    cache: ECCacheEngine, worker: WorkerHalf
+) -> None:
     assert worker.report() is None
     cache.put("a", torch.ones(4, 8))
     lease = cache.lease("a")
     assert lease is not None
     worker.start_load_caches(ECPlan(5, (("a", lease.extent),)), {})
+    assert cache.memory.noted() == {}
     if worker._cuda:
         torch.cuda.synchronize()
+    worker._events.count("drops", "memory_full")
     report = worker.report()
+    assert cache.memory.noted() == {LABEL: 5}
     assert report is not None
-    assert report.step == 5
+    assert report.counts == {("drops", "memory_full"): 1}
     assert worker.report() is None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
 
-from lmcache_ec.backends.transaction import ENTRY, FREE, HELD, ORDER, U64, Transaction
+from lmcache_ec.backends.transaction import ENTRY, FREE, HELD, NOTE, ORDER, U64, Transaction
 from lmcache_ec.errors import BackendError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PAGE = 4096  # extents are whole pages, so a payload can be read with direct I/O
 HOLDER_BYTES = 16
+LABEL_BYTES = 16
 MAX_DIMS = 4
 # Address space in bytes, not memory; the same in every process, as LMDB asks.
 _MAP_SIZE = 1 << 30
@@ -339,25 +340,40 @@ class Index:
                 txn.put(key, U64.pack(pins - 1))
             self._unpin(txn, digest, self._slot(txn, digest), 1)
 
+    # ------------------------------------------------------------------ notes
+
+    def note(self, label: bytes, number: int) -> None:
+        """Tell all processes a number under a label of ``LABEL_BYTES``, while this one lives."""
+        with self._write() as txn:
+            txn.put(NOTE + self._holder + label, U64.pack(number))
+
+    def noted(self) -> dict[bytes, int]:
+        """The numbers of all processes, by label. Takes no lock."""
+        with self._read() as txn:
+            return {key[HOLDER_BYTES:]: U64.unpack(data)[0] for key, data in txn.scan(NOTE)}
+
     # ------------------------------------------------------------------ dead holders
 
     def holders(self) -> set[bytes]:
-        """Every holder with a reservation or a pin."""
+        """Every holder with a reservation, a pin or a note."""
         found = set()
         # A writer killed at the end of its commit leaves a state that readers see only after the
         # next writer: look as a writer, or the dead one's last reservation would be missed.
         with self._write() as txn:
             cursor = txn.cursor()
-            more = cursor.set_range(HELD)
-            while more and (key := cursor.key()).startswith(HELD):
-                end = len(HELD) + HOLDER_BYTES
-                found.add(key[len(HELD) : end])
-                more = cursor.set_range(key[:end] + b"\xff" * 33)
+            for kind in (HELD, NOTE):
+                more = cursor.set_range(kind)
+                while more and (key := cursor.key()).startswith(kind):
+                    end = len(kind) + HOLDER_BYTES
+                    found.add(key[len(kind) : end])
+                    more = cursor.set_range(key[:end] + b"\xff" * 33)
         return found
 
     def reclaim(self, holder: bytes) -> int:
-        """Drop every reservation and pin of a dead holder; how many there were."""
+        """Drop all of a dead holder; how many reservations and pins there were."""
         with self._write() as txn:
+            for label in [label for label, _ in txn.scan(NOTE + holder)]:
+                txn.delete(NOTE + holder + label)
             held = list(txn.scan(HELD + holder))
             for digest, pins_key in held:
                 txn.delete(HELD + holder + digest)

@@ -98,10 +98,12 @@ class Lease:
         key: Key of the entry.
         payload_offset: Start of the payload within :attr:`buffer`.
         nbytes: Length of the payload, bytes.
+        tier: Where the entry was found, as counters call it.
     """
 
     def __init__(self, backend: LocalCPUBackend, key: CacheEngineKey, slot: Slot) -> None:
         self.key = key
+        self.tier = backend.name
         self.payload_offset = slot.payload_offset
         self.nbytes = slot.payload_bytes
         self._backend = backend
@@ -133,6 +135,7 @@ class Lease:
         """Another lease on the same entry, with a life of its own. A dict look-up."""
         lease = self._backend.lease(self.key)
         assert lease is not None, "this lease is held"
+        lease.tier = self.tier
         return lease
 
     def release(self) -> None:
@@ -305,6 +308,24 @@ class LocalCPUBackend:
     def view(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
         """The tensor of a lease that another process, or another part of this one, holds."""
         return _view(self.arena.bytes, extent, dtype)
+
+    def note(self, label: bytes, number: int) -> None:
+        """Tell every process of the arena a number, as long as this process lives.
+
+        Raises:
+            BackendError: The index failed.
+        """
+        with self.arena.use():
+            self.arena.index.note(label, number)
+
+    def noted(self) -> dict[bytes, int]:
+        """What the processes of the arena tell, by label.
+
+        Raises:
+            BackendError: The index failed.
+        """
+        with self.arena.use():
+            return self.arena.index.noted()
 
     def usage(self) -> Usage:
         """Totals of the arena.

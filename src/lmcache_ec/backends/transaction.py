@@ -6,7 +6,8 @@ a transaction changes costs it most of a microsecond, and each named database on
     e digest           -> entry, see index.py
     f offset           -> length of the free extent there
     h holder digest    -> pins of that holder, 0 for a reservation
-    o order            -> digest of the entry that may be evicted, first one first
+    n holder label     -> a number that this holder tells the others
+    u order            -> digest of the entry that may be evicted, first one first
     s length offset    -> nothing; the free extents again, to find the best fit
     totals             -> see Totals
 """
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-ENTRY, FREE, HELD, SIZE, ORDER = b"e", b"f", b"h", b"s", b"u"
+ENTRY, FREE, HELD, NOTE, SIZE, ORDER = b"e", b"f", b"h", b"n", b"s", b"u"
 U64 = struct.Struct(">Q")
 
 _TOTALS_KEY = b"totals"

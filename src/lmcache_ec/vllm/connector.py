@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,7 +20,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataR
 
 from lmcache_ec.backends.arena import arena_directory
 from lmcache_ec.backends.holders import remove_if_abandoned
-from lmcache_ec.backends.index import CachePolicy
+from lmcache_ec.backends.index import LABEL_BYTES, CachePolicy
 from lmcache_ec.backends.local_cpu import LocalCPUBackend
 from lmcache_ec.config import ECEngineConfig, load_ec_engine_config
 from lmcache_ec.engine import ECCacheEngine
@@ -77,40 +78,38 @@ class LMCacheECConnector(ECConnectorBase):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._reported: dict[tuple[str, str], float] = {}
-        try:
-            if role is ECConnectorRole.SCHEDULER:
-                self._scheduler = self._make_scheduler(vllm_config, config)
-            else:
+        self._gauges: dict[str, float] = {}
+        if role is ECConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler(vllm_config, config)
+        else:
+            try:
                 self._worker = self._make_worker(vllm_config, config)
-        except BackendError as error:
-            logger.error("lmcache-ec: nothing is cached by this process: %s", error)  # noqa: TRY400
+            except BackendError as error:
+                logger.error("lmcache-ec: this worker caches nothing: %s", error)  # noqa: TRY400
 
     def _make_scheduler(self, vllm_config: VllmConfig, config: ECEngineConfig) -> SchedulerHalf:
-        engine = ECCacheEngine(
-            config, metadata_from_vllm(vllm_config, config.epoch), encoder_dtype(vllm_config)
-        )
-        absent = _labels(vllm_config) - engine.memory.arena.announced()
-        if absent:
-            logger.error(
-                "lmcache-ec: %d of %d workers do not share the memory tier at %s with the "
-                "scheduler, so nothing can be loaded; run all tensor-parallel workers on one host, "
-                "as one user, with one /dev/shm",
-                len(absent), len(_labels(vllm_config)), engine.memory.arena.directory,
-            )  # fmt: skip
+        workers = _labels(vllm_config)
         widths = dict(vllm_config.ec_transfer_config.mm_encoder_output_widths)
         metadata_fields = PlaceholderMetadataResolver(vllm_config.model_config).fields_for
         for modality in widths:
             metadata_fields(modality)  # slow the first time: now rather than in a request
-        logger.info(
-            "lmcache-ec: memory tier of %d MiB at %s, %s, namespace %s",
-            len(engine.memory.arena.bytes) >> 20, engine.memory.arena.directory,
-            f"disk tier of {config.max_local_disk_bytes >> 20} MiB at {config.local_disk}"
-            if config.local_disk else "no disk tier",
-            engine.namespace.digest.hex()[:16],
-        )  # fmt: skip
+        engine = None
+        shared = False
+        try:
+            engine = ECCacheEngine(
+                config, metadata_from_vllm(vllm_config, config.epoch), encoder_dtype(vllm_config)
+            )
+            absent = workers - engine.memory.arena.announced()
+            shared = not absent
+        except BackendError as error:
+            logger.error("lmcache-ec: nothing is cached: %s", error)  # noqa: TRY400
+        else:
+            _log_start(engine, len(absent), len(workers))
         return SchedulerHalf(
             engine,
-            may_load=self.is_consumer and not absent,
+            workers=[_label_bytes(label) for label in workers],
+            budget_s=config.prefetch_timeout_ms / 1000,
+            may_load=self.is_consumer and shared,
             may_save=self.is_producer,
             widths=widths,
             names=EntryNames(
@@ -142,14 +141,21 @@ class LMCacheECConnector(ECConnectorBase):
             CachePolicy(config.cache_policy),
             events,
         )
+        label = _label(vllm_config, rank)
         if first_stage:
-            memory.arena.announce(_label(vllm_config, rank))
+            memory.arena.announce(label)
         # A bare "cuda" would be device 0 on every rank.
         device = torch.device(current_platform.device_type)
         if current_platform.is_cuda_alike():
             device = torch.device(device.type, torch.cuda.current_device())
         return WorkerHalf(
-            memory, encoder_dtype(vllm_config), device, engine, config.max_queue_bytes, events
+            memory,
+            _label_bytes(label),
+            encoder_dtype(vllm_config),
+            device,
+            engine,
+            config.max_queue_bytes,
+            events,
         )
 
     # ------------------------------------------------------------------ scheduler side
@@ -181,11 +187,11 @@ class LMCacheECConnector(ECConnectorBase):
         if self._scheduler is not None:
             self._scheduler.update_state_after_free(request, index)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECPlan:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECPlan:  # noqa: ARG002
         """The plan of this step."""
         if self._scheduler is None:
             return ECPlan(0)
-        return self._scheduler.build_connector_meta(scheduler_output.free_encoder_mm_hashes)
+        return self._scheduler.build_connector_meta()
 
     @_guarded(lambda: None)
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
@@ -233,20 +239,21 @@ class LMCacheECConnector(ECConnectorBase):
         """What has counted since the last time, on the scheduler's side."""
         if self._scheduler is None:
             return None
-        engine = self._scheduler.engine
-        increments = engine.events.since(self._reported)
-        if not increments:
-            return None
-        usage = engine.memory.usage()
-        return ECStats.of(
-            increments,
-            {
+        self._scheduler.release_loaded()
+        increments = self._scheduler.events.since(self._reported)
+        gauges: dict[str, float] = {}
+        if (engine := self._scheduler.engine) is not None:
+            usage = engine.memory.usage()
+            gauges = {
                 "memory_bytes": usage.used,
                 "memory_pinned_bytes": usage.pinned,
                 "memory_entries": usage.entries,
                 "queue_bytes": engine.pending_bytes,
-            },
-        )
+            }
+        if not increments and gauges == self._gauges:
+            return None
+        self._gauges = gauges
+        return ECStats.of(increments, gauges)
 
     @_guarded(lambda: None)
     def shutdown(self) -> None:
@@ -283,9 +290,31 @@ def _label(vllm_config: VllmConfig, rank: int) -> str:
     return f"{engine_id}/{vllm_config.parallel_config.data_parallel_rank}/{rank}"
 
 
+def _label_bytes(label: str) -> bytes:
+    return hashlib.sha256(label.encode()).digest()[:LABEL_BYTES]
+
+
 def _labels(vllm_config: VllmConfig) -> set[str]:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     return {_label(vllm_config, rank) for rank in range(ranks)}
+
+
+def _log_start(engine: ECCacheEngine, absent: int, workers: int) -> None:
+    config, arena = engine.config, engine.memory.arena
+    logger.info(
+        "lmcache-ec: memory tier of %d MiB at %s, %s, namespace %s",
+        len(arena.bytes) >> 20, arena.directory,
+        f"disk tier of {config.max_local_disk_bytes >> 20} MiB at {config.local_disk}"
+        if config.local_disk else "no disk tier",
+        engine.namespace.digest.hex()[:16],
+    )  # fmt: skip
+    if absent:
+        logger.error(
+            "lmcache-ec: %d of %d workers do not share the memory tier at %s with the scheduler, "
+            "so nothing can be loaded. If a worker has logged an error of its own, that is why; "
+            "else run all tensor-parallel workers on one host, as one user, with one /dev/shm",
+            absent, workers, arena.directory,
+        )  # fmt: skip
 
 
 def _log_as_vllm() -> None:

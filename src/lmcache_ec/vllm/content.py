@@ -9,6 +9,7 @@ media is a miss, and never another picture's tensor.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
+
+
+MAX_LATEST = 16384  # identifiers of which a request may name the media without sending them
 
 
 class Content(Enum):
@@ -51,12 +55,14 @@ class EntryNames:
         self._client_uuids = client_uuids
         self._verify_content = verify_content
         self._metadata_fields = metadata_fields
+        self._latest: OrderedDict[str, str] = OrderedDict()  # identifier -> name of its entry
         # vLLM keeps processed items and hands the same object to every request that repeats one.
         self._known: dict[int, tuple[weakref.ref[MultiModalKwargsItem], str]] = {}
 
     def of(self, feature: MultiModalFeatureSpec) -> str | None:
         """The name of the item's entry; None if it must be neither looked up nor kept.
 
+        An item that comes by name only has the entry of the media that last came under that name.
         Hashes the item's tensors the first time that it sees them: about 50 µs a megabyte.
         """
         identifier: str = feature.identifier
@@ -66,13 +72,21 @@ class EntryNames:
             not self._client_uuids or is_counter(identifier)
         ):
             return None
-        if self.content(feature) is not Content.MEDIA:
+        content = self.content(feature)
+        if content is Content.EMBEDDINGS:
             return None
         if not self._verify_content:
             return identifier
+        if content is Content.NAME:
+            return self._latest.get(identifier)
         if feature.data is None or "address" in feature.data:
             return None  # only the worker can see the media (--mm-processor-cache-type shm)
-        return f"{identifier}:{self._fingerprint(feature.data)}"
+        name = f"{identifier}:{self._fingerprint(feature.data)}"
+        self._latest[identifier] = name
+        self._latest.move_to_end(identifier)
+        if len(self._latest) > MAX_LATEST:
+            self._latest.popitem(last=False)
+        return name
 
     def content(self, feature: MultiModalFeatureSpec) -> Content:
         """What the request brings of the item."""

@@ -23,7 +23,7 @@ class ECPlan(ECConnectorMetadata):
     Attributes:
         step: Number of the plan, counted by the scheduler half.
         loads: Identifiers and where in the arena their tensors lie. The scheduler half holds a
-            lease on each until every worker has reported this step.
+            lease on each until every worker has noted this step in the arena.
         saves: Identifiers of what is computed in this step and to be kept, with its entry's name.
     """
 
@@ -34,20 +34,18 @@ class ECPlan(ECConnectorMetadata):
 
 @dataclass
 class WorkerReport(ECConnectorWorkerMetadata):
-    """Workers to scheduler: how far loading has come, and what the workers counted.
+    """Workers to scheduler: what the workers counted.
 
     Attributes:
-        step: Every load of plans up to this one has been copied out of the arena.
         counts: Increments of the workers' counters by name and label.
     """
 
-    step: int
     counts: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> WorkerReport:
-        """One report for both: the slower one's step."""
+        """One report for both."""
         assert isinstance(other, WorkerReport)
         counts = dict(self.counts)
         for key, increment in other.counts.items():
             counts[key] = counts.get(key, 0) + increment
-        return WorkerReport(min(self.step, other.step), counts)
+        return WorkerReport(counts)

@@ -16,11 +16,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lmcache_ec.errors import BackendError
+from lmcache_ec.events import Events
+from lmcache_ec.storage_manager import ABSENT
 from lmcache_ec.vllm.content import Content
 from lmcache_ec.vllm.plan import ECPlan, WorkerReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
@@ -49,7 +52,9 @@ class SchedulerHalf:
     """Leases for requests, and the plan of each step.
 
     Args:
-        engine: The cache; closed by this object.
+        engine: The cache, closed by this object; None if this process has none.
+        workers: Labels under which the workers tell in the arena what they have loaded.
+        budget_s: How long a request may wait for the tiers below memory.
         may_load: Whether workers can load what is promised.
         may_save: Whether this server keeps what it computes.
         widths: Width of the encoder's output by modality, as far as vLLM measured it.
@@ -58,24 +63,26 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        engine: ECCacheEngine,
+        engine: ECCacheEngine | None,
         *,
+        workers: Collection[bytes],
+        budget_s: float,
         may_load: bool,
         may_save: bool,
         widths: dict[str, int],
         names: EntryNames,
     ) -> None:
         self.engine = engine
-        self._events = engine.events
-        self._may_load = may_load
-        self._may_save = may_save
+        self.events = Events() if engine is None else engine.events
+        self._workers = workers
+        self._may_load = may_load and engine is not None
+        self._may_save = may_save and engine is not None
         self._widths = widths
         self._names = names
-        self._budget_s = engine.config.prefetch_timeout_ms / 1000
+        self._budget_s = budget_s
         self._requests: dict[str, _Request] = {}
         self._leased: dict[str, list[Lease]] = {}  # identifier -> leases of requests
         self._unavailable: set[str] = set()
-        self._resident: set[str] = set()  # what vLLM's own encoder cache holds
         self._loads: dict[str, Lease] = {}
         self._saves: dict[str, str] = {}  # identifier -> name of the entry to be
         self._step = 0
@@ -92,7 +99,7 @@ class SchedulerHalf:
         other content; or because it can never run (see :meth:`take_unavailable_requests`).
         """
         last = request.mm_features[-1].mm_position
-        if last.offset + last.length <= num_computed_tokens or not self._may_load:
+        if last.offset + last.length <= num_computed_tokens:
             return True
         state = self._requests.get(request.request_id)
         if state is None:
@@ -126,7 +133,7 @@ class SchedulerHalf:
         return identifier in self._leased
 
     def take_unavailable_requests(self) -> set[str]:
-        """Requests that refer to an item without its media: vLLM alone would die of them."""
+        """Requests that name an item that nobody has: vLLM alone would die of them."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
@@ -136,15 +143,13 @@ class SchedulerHalf:
         fetch = state.fetches.get(index)
         if fetch is None:
             name = self._names.of(feature)
-            if name is None:
+            if name is None or self.engine is None or not self._may_load:
                 return self._miss(request, index, state, None)
             lease = self.engine.lease(name)
             if lease is not None:
                 return self._accept(request, index, state, lease)
             if not self.engine.has_tiers:
-                return self._miss(request, index, state, "absent")
-            if feature.identifier in self._resident:
-                return self._miss(request, index, state, None)  # vLLM's own cache answers
+                return self._miss(request, index, state, ABSENT)
             if not state.fetches:
                 state.deadline = time.monotonic() + self._budget_s
             state.fetches[index] = fetch = self.engine.prefetch(name)
@@ -154,7 +159,7 @@ class SchedulerHalf:
             reason = "timeout"
             lease = None
         else:
-            reason = "absent"
+            reason = fetch.reason
             lease = fetch.take()
         fetch.drop()
         del state.fetches[index]
@@ -186,13 +191,14 @@ class SchedulerHalf:
         """Leave the item to the encoder; one with nothing to encode fails its request instead."""
         feature = request.mm_features[index]
         if reason is not None:
-            self._events.count("misses", reason)
+            self.events.count("misses", reason)
         if self._names.content(feature) is Content.NAME:
             logger.warning(
-                "lmcache-ec: request %s refers to %s %s without its media; send the media",
+                "lmcache-ec: request %s refers to %s %s without its media, and the cache does not "
+                "have it; send the media",
                 request.request_id, feature.modality, feature.identifier[:64],
             )  # fmt: skip
-            self._events.count("misses", "unavailable")
+            self.events.count("misses", "unavailable")
             self._unavailable.add(request.request_id)
             return False
         state.missed.add(index)
@@ -213,16 +219,16 @@ class SchedulerHalf:
         """Load the item in this step if it was promised, else keep it once computed."""
         feature = request.mm_features[index]
         identifier = feature.identifier
-        self._resident.add(identifier)
         if leases := self._leased.get(identifier):
-            if identifier not in self._loads:
+            if identifier not in self._loads and self.engine is not None:
                 self._loads[identifier] = leases[0].share()
+                self.engine.count_hit(leases[0])
         elif self._may_save and (name := self._names.of(feature)) is not None:
             self._saves[identifier] = name
 
-    def build_connector_meta(self, freed: Iterable[str]) -> ECPlan:
-        """The plan of this step. ``freed`` are the items that leave vLLM's own encoder cache."""
-        self._resident.difference_update(freed)
+    def build_connector_meta(self) -> ECPlan:
+        """The plan of this step."""
+        self.release_loaded()
         self._step += 1
         plan = ECPlan(
             self._step,
@@ -235,13 +241,24 @@ class SchedulerHalf:
         self._saves = {}
         return plan
 
-    def update_connector_output(self, report: WorkerReport) -> None:
-        """Release what the workers have copied, and count what they counted."""
-        while self._inflight and self._inflight[0][0] <= report.step:
+    def release_loaded(self) -> None:
+        """Release the leases of plans that every worker has loaded."""
+        if not self._inflight or self.engine is None:
+            return
+        try:
+            noted = self.engine.memory.noted()
+        except BackendError:  # later, then
+            self.events.count("errors", "memory")
+            return
+        loaded = min(noted.get(label, 0) for label in self._workers)
+        while self._inflight and self._inflight[0][0] <= loaded:
             for lease in self._inflight.popleft()[1]:
                 lease.release()
+
+    def update_connector_output(self, report: WorkerReport) -> None:
+        """Count what the workers counted."""
         for (name, label), amount in report.counts.items():
-            self._events.count(name, label, amount)
+            self.events.count(name, label, amount)
 
     # ------------------------------------------------------------------ the end of a lease
 
@@ -274,4 +291,5 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         """Close the engine."""
-        self.engine.close()
+        if self.engine is not None:
+            self.engine.close()

@@ -31,6 +31,7 @@ class WorkerHalf:
 
     Args:
         memory: The arena that the scheduler half leases from; closed by this object.
+        label: Under which this rank tells in the arena what it has loaded.
         dtype: dtype of the encoder's outputs.
         device: Where this rank's encoder cache lives, with its index.
         engine: The cache to save into, closed by this object; None for a rank that does not save.
@@ -41,6 +42,7 @@ class WorkerHalf:
     def __init__(
         self,
         memory: LocalCPUBackend,
+        label: bytes,
         dtype: torch.dtype,
         device: torch.device,
         engine: ECCacheEngine | None,
@@ -48,6 +50,7 @@ class WorkerHalf:
         events: Events,
     ) -> None:
         self._memory = memory
+        self._label = label
         self._dtype = dtype
         self._device = device
         self._engine = engine
@@ -56,7 +59,7 @@ class WorkerHalf:
         self._saves = WorkQueue("lmcache-ec-save", 1, max_queue_bytes)
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
-        self._loaded = self._told = 0  # plans whose loads are done, and reported as done
+        self._loaded = self._told = 0  # plans whose loads are done, and told to be done
         self._copies: deque[tuple[int, torch.cuda.Event | None]] = deque()
         if self._cuda:
             _register_with_cuda(memory.arena.bytes)
@@ -79,14 +82,18 @@ class WorkerHalf:
             self._copies.append((plan.step, event))
 
     def report(self) -> WorkerReport | None:
-        """What the scheduler half has to know since the last report, or None."""
+        """Tell in the arena what is loaded, and return what was counted since the last report.
+
+        Not in the report: vLLM drops those of pooling models and of pipelines, and skips a rank
+        that has none, so the scheduler half could neither count on them nor wait for all.
+        """
         while self._copies and ((event := self._copies[0][1]) is None or event.query()):
             self._loaded = self._copies.popleft()[0]
+        if self._loaded > self._told:
+            self._memory.note(self._label, self._loaded)
+            self._told = self._loaded
         counts = self._events.since(self._reported)
-        if self._loaded == self._told and not counts:
-            return None
-        self._told = self._loaded
-        return WorkerReport(self._loaded, counts)
+        return WorkerReport(counts) if counts else None
 
     # ------------------------------------------------------------------ saving
 
