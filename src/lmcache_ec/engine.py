@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from lmcache_ec import entry
-from lmcache_ec.backends.index import MAX_DIMS, CachePolicy
-from lmcache_ec.backends.local_cpu import Extent, Lease, LocalCPUBackend
+from lmcache_ec.backends.index import CachePolicy
+from lmcache_ec.backends.local_cpu import Lease, LocalCPUBackend
 from lmcache_ec.backends.local_disk import LocalDiskBackend
 from lmcache_ec.errors import ConfigError, InvalidKeyError
 from lmcache_ec.events import Events
@@ -106,9 +106,9 @@ class ECCacheEngine:
         """
         key = self._key(mm_hash)
         shape = tuple(tensor.shape)
-        if not 1 <= len(shape) <= MAX_DIMS or tensor.numel() == 0:
+        if not 1 <= len(shape) <= entry.MAX_NDIM or tensor.numel() == 0:
             raise InvalidKeyError(
-                f"tensor of shape {shape} for {mm_hash[:40]!r}: expected 1 to {MAX_DIMS} "
+                f"tensor of shape {shape} for {mm_hash[:40]!r}: expected 1 to {entry.MAX_NDIM} "
                 "dimensions, none of them empty"
             )
         if not tensor.is_floating_point():
@@ -169,10 +169,6 @@ class ECCacheEngine:
     def pending_bytes(self) -> int:
         """Bytes pinned in memory until they are written down."""
         return self._storage.pending_bytes
-
-    def view(self, extent: Extent) -> torch.Tensor:
-        """The tensor of a lease that someone else holds; valid while they hold it. On CPU."""
-        return self.memory.view(extent, self.encoder_dtype)
 
     # ------------------------------------------------------------------ the end
 

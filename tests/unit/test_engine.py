@@ -57,7 +57,7 @@ def test_a_miss_a_put_and_a_hit(engine: ECCacheEngine) -> None:
     assert engine.put("a", picture(1)) is True
     assert engine.contains("a")
     assert bits(engine.get("a", torch.device("cpu"))) == bits(picture(1))
-    assert engine.events.value("misses", "memory_full") == 1
+    assert engine.events.value("misses", "absent") == 1
     assert engine.events.value("hits", "memory") == 1
 
 

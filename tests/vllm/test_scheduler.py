@@ -124,6 +124,11 @@ class Cache:
             self.engine.memory.note(worker, step)
         self.half.release_loaded()
 
+    def plan(self, wanted: Request) -> None:
+        """The first item of the request is scheduled."""
+        if not self.half.plan_load(wanted, 0):
+            self.half.plan_save(wanted, 0)
+
     @property
     def pinned(self) -> int:
         return self.engine.memory.usage().pinned
@@ -190,7 +195,7 @@ def test_a_plan_keeps_its_bytes_until_every_worker_has_reported(cache: Cache) ->
     cache.put(picture, output(1))
     wanted = request("r", picture)
     cache.half.ensure_cache_available(wanted, 0)
-    cache.half.update_state_after_alloc(wanted, 0)
+    cache.plan(wanted)
     plan = cache.half.build_connector_meta()
     cache.half.request_finished(wanted)
     assert cache.pinned > 0
@@ -198,7 +203,7 @@ def test_a_plan_keeps_its_bytes_until_every_worker_has_reported(cache: Cache) ->
         cache.engine.put(name(f"other {number}"), torch.zeros(1 << 20).bfloat16())
     ((identifier, extent),) = plan.loads
     assert identifier == picture
-    assert torch.equal(cache.engine.view(extent), output(1))
+    assert torch.equal(cache.engine.memory.view(extent, torch.bfloat16), output(1))
     cache.loaded(plan.step, WORKERS[0])
     assert cache.pinned > 0
     cache.loaded(plan.step - 1, WORKERS[1])
@@ -216,7 +221,7 @@ def test_what_workers_count_is_added_up(cache: Cache) -> None:
 def test_a_computed_item_is_planned_as_a_save_and_not_as_a_load(cache: Cache) -> None:
     wanted = request("r", name("new"))
     assert cache.half.ensure_cache_available(wanted, 0)
-    cache.half.update_state_after_alloc(wanted, 0)
+    cache.plan(wanted)
     plan = cache.half.build_connector_meta()
     assert plan.loads == ()
     assert plan.saves == {name("new"): cache.entry(name("new"))}
@@ -232,9 +237,9 @@ def test_a_disk_entry_defers_its_request_and_no_other(disk_cache: Cache) -> None
     assert not disk_cache.half.has_cache_item(fresh)
     assert disk_cache.settle(waiting)
     assert disk_cache.half.has_cache_item(cold)
-    disk_cache.half.update_state_after_alloc(waiting, 0)
+    disk_cache.plan(waiting)
     plan = disk_cache.half.build_connector_meta()
-    assert torch.equal(disk_cache.engine.view(plan.loads[0][1]), output(3))
+    assert torch.equal(disk_cache.engine.memory.view(plan.loads[0][1], torch.bfloat16), output(3))
     disk_cache.loaded(plan.step)
     disk_cache.half.request_finished(waiting)
 
@@ -325,7 +330,7 @@ def test_what_does_not_identify_is_neither_looked_up_nor_saved(
 ) -> None:
     wanted = request("r", identifier)
     assert cache.half.ensure_cache_available(wanted, 0)
-    cache.half.update_state_after_alloc(wanted, 0)
+    cache.plan(wanted)
     plan = cache.half.build_connector_meta()
     assert (plan.loads, plan.saves) == ((), {})
     assert cache.engine.events.snapshot() == []
@@ -340,7 +345,7 @@ def test_an_operator_may_allow_uuids_but_never_counters_or_loras(shm: Path) -> N
     ):
         wanted = request(f"r{number}", identifier, mm_hash=mm_hash)
         assert cache.half.ensure_cache_available(wanted, 0)
-        cache.half.update_state_after_alloc(wanted, 0)
+        cache.plan(wanted)
         saved.update(cache.half.build_connector_meta().saves)
         cache.half.request_finished(wanted)
     assert saved == {"my-uuid"}
@@ -357,7 +362,7 @@ def test_an_identifier_reused_for_other_media_is_a_miss(shm: Path, identifier: s
     other = request("other", identifier, data=OTHER_MEDIA)
     assert cache.half.ensure_cache_available(other, 0)
     assert not cache.half.has_cache_item(identifier)
-    cache.half.update_state_after_alloc(other, 0)
+    cache.plan(other)
     (saved,) = cache.half.build_connector_meta().saves.values()
     assert saved != cache.entry(identifier)
     cache.half.request_finished(other)
@@ -398,7 +403,7 @@ def test_client_embeddings_are_neither_looked_up_nor_saved(cache: Cache) -> None
     wanted = request("r", picture, data=item(image_embeds=torch.zeros(ROWS, WIDTH)))
     assert cache.half.ensure_cache_available(wanted, 0)
     assert not cache.half.has_cache_item(picture)
-    cache.half.update_state_after_alloc(wanted, 0)
+    cache.plan(wanted)
     assert cache.half.build_connector_meta().saves == {}
     cache.half.request_finished(wanted)
 
@@ -445,7 +450,7 @@ def test_hits_are_counted_when_they_are_loaded(cache: Cache) -> None:
         wanted = request(f"r{number}", name("a"))
         assert cache.half.ensure_cache_available(wanted, 0)
         if number == 0:  # vLLM's own cache answers the others
-            cache.half.update_state_after_alloc(wanted, 0)
+            cache.plan(wanted)
     assert cache.engine.events.value("hits", "memory") == 1
     for number in range(3):
         cache.half.request_finished(request(f"r{number}", name("a")))

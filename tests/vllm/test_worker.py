@@ -105,7 +105,7 @@ def test_a_loaded_tensor_is_a_copy(cache: ECCacheEngine, worker: WorkerHalf) -> 
 
 def test_only_what_the_plan_lists_is_saved(cache: ECCacheEngine, worker: WorkerHalf) -> None:
     """On the V2 runner every new key of the dict is offered, client embeddings included."""
-    tensors = {"mine": torch.ones(4, 8), "client's": torch.ones(4, 8)}
+    tensors = {"client's": torch.ones(4, 8), "mine": torch.ones(4, 8)}
     for name in tensors:
         worker.save_caches(ECPlan(1, saves={"mine": "mine"}), tensors, name)
     wait_for(cache, "mine")
@@ -117,7 +117,9 @@ def test_a_rank_without_an_engine_saves_nothing(cache: ECCacheEngine) -> None:
         cache.memory, LABEL, torch.bfloat16, torch.device("cpu"), None, 8 << 20, cache.events
     )
     save(half, {"a": torch.ones(4, 8)})
+    assert half._saves.flush(10)
     assert not cache.contains("a")
+    half.shutdown()
 
 
 def test_waiting_saves_are_bounded_by_the_batches_they_keep_alive(

@@ -71,6 +71,7 @@ class Arena:
         index: The index over it.
         bytes: The whole mapping, ``[capacity]``, uint8, on CPU. Only extents that the index has
             given out may be touched: there the blocks are allocated, so no access can SIGBUS.
+        short: Whether the tmpfs has less room than the arena could take.
         closed: Whether this process has left it.
 
     Raises:
@@ -98,7 +99,7 @@ class Arena:
             self._files.callback(os.close, self._holder_fd)
             self.index = self._open_index(alone, capacity_bytes, policy)
             usage = self.index.usage()
-            self._short = usage.watermark + room < usage.capacity
+            self.short = usage.watermark + room < usage.capacity
             self.bytes = self._map(usage.capacity, usage.watermark)
             self._reclaim_dead(self.index)
         except OSError as error:
@@ -108,7 +109,7 @@ class Arena:
             self._leave()
             raise
         fcntl.flock(self._directory_fd, fcntl.LOCK_UN)
-        if self._short:
+        if self.short:
             logger.warning(
                 "lmcache-ec: %s has room for %d MiB only, so the memory tier cannot reach its "
                 "%d MiB; give the container more shared memory (--shm-size or --ipc=host), or "
@@ -186,8 +187,8 @@ class Arena:
                 self._populate(self.bytes, start, end)
                 self.index.grow(start, end)
                 return True
-            if not self._short:
-                self._short = True
+            if not self.short:
+                self.short = True
                 logger.warning(
                     "lmcache-ec: %s is full, so the memory tier stays at %d MiB of its %d MiB; "
                     "free some of it, or lower max_local_cpu_size",

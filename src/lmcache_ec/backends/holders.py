@@ -10,10 +10,14 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+DYING_S = 1.0  # how long a process that was killed may take to be gone
 
 
 def register(directory: Path, holder: bytes) -> int:
@@ -64,14 +68,28 @@ def lines(directory: Path) -> set[str]:
 
 
 def remove_if_abandoned(directory: Path) -> None:
-    """Give back the memory of an arena in which nobody lives any more; else do nothing."""
+    """Give back the memory of an arena in which nobody lives any more; else do nothing.
+
+    Waits a little for processes that are being killed: vLLM does not wait for those it kills.
+    """
+    deadline = time.monotonic() + DYING_S
+    while directory.is_dir() and not _remove_if_abandoned(directory):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
+
+
+def _remove_if_abandoned(directory: Path) -> bool:
+    """Whether nothing is left to do."""
     with contextlib.suppress(OSError):  # gone, or not ours: nothing to give back
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             info = os.fstat(fd)
-            ours = info.st_uid == os.geteuid() and os.path.samestat(info, directory.lstat())
-            if ours and not living(directory):
+            if info.st_uid == os.geteuid() and os.path.samestat(info, directory.lstat()):
+                if living(directory):
+                    return False
                 shutil.rmtree(directory, ignore_errors=True)
         finally:
             os.close(fd)
+    return True

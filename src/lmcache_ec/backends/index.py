@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import lmdb
 
 from lmcache_ec.backends.transaction import ENTRY, FREE, HELD, NOTE, ORDER, U64, Transaction
+from lmcache_ec.entry import MAX_NDIM
 from lmcache_ec.errors import BackendError
 
 if TYPE_CHECKING:
@@ -30,13 +31,12 @@ if TYPE_CHECKING:
 PAGE = 4096  # extents are whole pages, so a payload can be read with direct I/O
 HOLDER_BYTES = 16
 LABEL_BYTES = 16
-MAX_DIMS = 4
 # Address space in bytes, not memory; the same in every process, as LMDB asks.
 _MAP_SIZE = 1 << 30
 _EVICT_BATCH = 64  # evictions in one transaction: bounds how long a lease may wait
 
 _ORDER = struct.Struct(">QQ")
-_RECORD = struct.Struct(f"<BBHIQQQIIQ{MAX_DIMS}Q{HOLDER_BYTES}s16s")
+_RECORD = struct.Struct(f"<BBHIQQQIIQ{MAX_NDIM}Q{HOLDER_BYTES}s16s")
 
 
 class CachePolicy(Enum):
@@ -74,7 +74,7 @@ class Slot(NamedTuple):
         length: Length of its extent, bytes, a multiple of ``PAGE``.
         payload_offset: Start of the tensor's bytes within the extent; 0 while WRITING.
         payload_bytes: Length of the tensor, bytes; 0 while WRITING.
-        shape: Shape of the tensor, at most ``MAX_DIMS`` dimensions.
+        shape: Shape of the tensor, at most ``MAX_NDIM`` dimensions.
         pins: Leases held on it, over all processes.
         hits: Times that it was leased.
         inserted: Logical time of its reservation.
@@ -96,7 +96,7 @@ class Slot(NamedTuple):
 
     def pack(self) -> bytes:
         """Bytes for LMDB."""
-        shape = self.shape + (0,) * (MAX_DIMS - len(self.shape))
+        shape = self.shape + (0,) * (MAX_NDIM - len(self.shape))
         return _RECORD.pack(
             self.state, len(self.shape), len(self.order), self.payload_offset, self.offset,
             self.length, self.payload_bytes, self.pins, self.hits, self.inserted, *shape,
@@ -115,7 +115,7 @@ class Slot(NamedTuple):
              inserted, *rest) = _RECORD.unpack(data)  # fmt: skip
             return cls(
                 State(state), offset, length, payload_offset, payload_bytes, tuple(rest[:dims]),
-                pins, hits, inserted, rest[MAX_DIMS], rest[MAX_DIMS + 1][:order_bytes],
+                pins, hits, inserted, rest[MAX_NDIM], rest[MAX_NDIM + 1][:order_bytes],
             )  # fmt: skip
         except (struct.error, ValueError) as error:
             raise BackendError(f"record of {len(data)} bytes in the index: {error}") from error

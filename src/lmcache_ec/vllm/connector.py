@@ -1,8 +1,9 @@
 """``LMCacheECConnector``: vLLM's interface, split into a scheduler half and a worker half.
 
 vLLM makes one object of this class in the scheduler's process and one in each worker, and ends
-the engine when a hook raises. So the hooks of the scheduler are guarded here, once: a fault of
-ours becomes a miss.
+the engine when a hook raises. So the hooks are guarded here, once: a fault of ours becomes a miss.
+Those that keep a promise are not: a load that was promised and not made ends the engine anyway,
+and hiding why would not help.
 """
 
 from __future__ import annotations
@@ -178,8 +179,13 @@ class LMCacheECConnector(ECConnectorBase):
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """Plan the load of a promised item, or the save of one that is computed."""
+        if self._scheduler is not None and not self._scheduler.plan_load(request, index):
+            self._plan_save(request, index)
+
+    @_guarded(lambda: None)
+    def _plan_save(self, request: Request, index: int) -> None:
         if self._scheduler is not None:
-            self._scheduler.update_state_after_alloc(request, index)
+            self._scheduler.plan_save(request, index)
 
     @_guarded(lambda: None)
     def update_state_after_free(self, request: Request, index: int) -> None:
@@ -277,8 +283,8 @@ class LMCacheECConnector(ECConnectorBase):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ECPromMetrics:
         """The connector's metrics for the API server's page."""
-        # vLLM asks for this in the API server, which outlives the engine: with its default
-        # --shutdown-timeout 0 it kills the engine's processes before they can leave the arena.
+        # As plugin.give_memory_back, for a place that only these options name. vLLM asks for this
+        # in the API server, which outlives its engine.
         config = load_ec_engine_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
         atexit.register(remove_if_abandoned, arena_directory(Path(config.shm_path)))
         return ECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

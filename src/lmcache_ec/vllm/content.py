@@ -81,7 +81,10 @@ class EntryNames:
             return self._latest.get(identifier)
         if feature.data is None or "address" in feature.data:
             return None  # only the worker can see the media (--mm-processor-cache-type shm)
-        name = f"{identifier}:{self._fingerprint(feature.data)}"
+        fingerprint = self._fingerprint(feature.data)
+        if fingerprint is None:
+            return None
+        name = f"{identifier}:{fingerprint}"
         self._latest[identifier] = name
         self._latest.move_to_end(identifier)
         if len(self._latest) > MAX_LATEST:
@@ -98,7 +101,7 @@ class EntryNames:
         described = given <= set(self._metadata_fields(feature.modality))
         return Content.NAME if described else Content.MEDIA
 
-    def _fingerprint(self, data: MultiModalKwargsItem) -> str:
+    def _fingerprint(self, data: MultiModalKwargsItem) -> str | None:
         key = id(data)
         known = self._known.get(key)
         if known is not None and known[0]() is data:
@@ -106,21 +109,27 @@ class EntryNames:
         hasher = xxhash.xxh3_128()
         for name in sorted(data):
             hasher.update(name.encode())
-            _feed(hasher, data[name].data)
+            if not _feed(hasher, data[name].data):
+                return None
         value = hasher.hexdigest()
         self._known[key] = (weakref.ref(data, lambda _: self._known.pop(key, None)), value)
         return value
 
 
-def _feed(hasher: xxhash.xxh3_128, value: object) -> None:
-    """Add a value of an item, with what tells it from others of the same bytes."""
+def _feed(hasher: xxhash.xxh3_128, value: object) -> bool:
+    """Add a value of an item, with what tells it from others of the same bytes.
+
+    False for a value of a kind that vLLM's items do not hold: it has no bytes that are known here.
+    """
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu().contiguous()
         hasher.update(f"|{tensor.dtype}{tuple(tensor.shape)}|".encode())
         hasher.update(tensor.view(-1).view(torch.uint8).numpy().data)
-    elif isinstance(value, list | tuple):
+        return True
+    if isinstance(value, list | tuple):
         hasher.update(f"|{len(value)}|".encode())
-        for item in value:
-            _feed(hasher, item)
-    else:
+        return all(_feed(hasher, item) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
         hasher.update(f"|{value!r}|".encode())
+        return True
+    return False

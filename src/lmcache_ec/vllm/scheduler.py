@@ -215,16 +215,22 @@ class SchedulerHalf:
 
     # ------------------------------------------------------------------ the plan of a step
 
-    def update_state_after_alloc(self, request: Request, index: int) -> None:
-        """Load the item in this step if it was promised, else keep it once computed."""
+    def plan_load(self, request: Request, index: int) -> bool:
+        """Load the item in this step if it was promised; whether it was."""
+        identifier = request.mm_features[index].identifier
+        leases = self._leased.get(identifier)
+        if leases is None or self.engine is None:
+            return False
+        if identifier not in self._loads:
+            self._loads[identifier] = leases[0].share()
+            self.engine.count_hit(leases[0])
+        return True
+
+    def plan_save(self, request: Request, index: int) -> None:
+        """Keep an item once it is computed in this step, if it may be kept."""
         feature = request.mm_features[index]
-        identifier = feature.identifier
-        if leases := self._leased.get(identifier):
-            if identifier not in self._loads and self.engine is not None:
-                self._loads[identifier] = leases[0].share()
-                self.engine.count_hit(leases[0])
-        elif self._may_save and (name := self._names.of(feature)) is not None:
-            self._saves[identifier] = name
+        if self._may_save and (name := self._names.of(feature)) is not None:
+            self._saves[feature.identifier] = name
 
     def build_connector_meta(self) -> ECPlan:
         """The plan of this step."""

@@ -61,7 +61,7 @@ class WorkerHalf:
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._loaded = self._told = 0  # plans whose loads are done, and told to be done
         self._copies: deque[tuple[int, torch.cuda.Event | None]] = deque()
-        if self._cuda:
+        if self._cuda and not memory.arena.short:
             _register_with_cuda(memory.arena.bytes)
 
     # ------------------------------------------------------------------ loading
