@@ -205,7 +205,8 @@ class ECEngineConfig:
     local_disk: str | None = _setting(
         None,
         _parse_optional_directory,
-        f"{_ONE_DIRECTORY} (several, separated by commas, are not supported: keep one)",
+        f"{_ONE_DIRECTORY} (several, separated by commas, are not supported: set ec_local_disk "
+        "to one)",
         "Directory of the disk tier; no disk tier without it",
     )
     max_local_disk_size: float = _setting(

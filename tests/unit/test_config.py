@@ -180,7 +180,7 @@ def test_refused_value_of_every_source(tmp_path: Path) -> None:
 
 def test_kv_caches_list_of_directories_may_be_replaced(tmp_path: Path) -> None:
     file = write(tmp_path, "local_disk: /a,/b")
-    with pytest.raises(ConfigError, match="keep one"):
+    with pytest.raises(ConfigError, match="set ec_local_disk to one"):
         load(file=file)
     assert load({"local_disk": "/a/ec"}, file=file).local_disk == "/a/ec"
     config = load({"local_disk": None}, file=file)

@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,7 @@ class VLLMServer:
         self._arguments += arguments
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.port = 0
 
     def __enter__(self) -> Self:
@@ -164,13 +166,16 @@ class VLLMServer:
             RuntimeError: It died or was not healthy in time; the message ends with its log.
         """
         self.port = _free_port()
+        # vLLM leaves its sockets behind.
+        self._temporary = tempfile.TemporaryDirectory(prefix="lmcache-ec-")
+        environment = {**self._environment, "TMPDIR": self._temporary.name}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *self._arguments]
         with self._log.open("ab") as log:
             # A session of its own makes a process group, which kill() reaches as a whole.
             self._process = subprocess.Popen(
                 command,
-                env=self._environment,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -302,6 +307,8 @@ class VLLMServer:
         self._running.wait()
         for file in shared_memory:
             file.unlink(missing_ok=True)
+        if self._temporary is not None:
+            self._temporary.cleanup()
         self._process = None
 
     @property

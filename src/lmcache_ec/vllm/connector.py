@@ -91,6 +91,15 @@ class LMCacheECConnector(ECConnectorBase):
     def _make_scheduler(self, vllm_config: VllmConfig, config: ECEngineConfig) -> SchedulerHalf:
         workers = _labels(vllm_config)
         widths = dict(vllm_config.ec_transfer_config.mm_encoder_output_widths)
+        if (
+            config.verify_content
+            and vllm_config.model_config.multimodal_config.mm_processor_cache_type == "shm"
+        ):
+            logger.warning(
+                "lmcache-ec: nothing will be cached: with --mm-processor-cache-type shm the "
+                "scheduler cannot see the media that entries are named by. Use the type lru, or, "
+                "if no client can send a uuid, set verify_content to false"
+            )
         metadata_fields = PlaceholderMetadataResolver(vllm_config.model_config).fields_for
         for modality in widths:
             metadata_fields(modality)  # slow the first time: now rather than in a request
