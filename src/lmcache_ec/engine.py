@@ -15,8 +15,9 @@ from lmcache_ec.backends.local_cpu import Lease, LocalCPUBackend
 from lmcache_ec.backends.local_disk import LocalDiskBackend
 from lmcache_ec.errors import ConfigError, InvalidKeyError
 from lmcache_ec.events import Events
+from lmcache_ec.fetch import ABSENT, Fetch
 from lmcache_ec.key import CacheEngineKey, ECMetadata, Namespace
-from lmcache_ec.storage_manager import ABSENT, Fetch, StorageManager
+from lmcache_ec.storage_manager import StorageManager
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -19,6 +19,7 @@ from lmcache_ec import entry
 from lmcache_ec.backends.index import Refusal
 from lmcache_ec.backends.local_cpu import Lease, LocalCPUBackend, Reservation
 from lmcache_ec.errors import BackendError, CorruptEntryError
+from lmcache_ec.fetch import ABSENT, MEMORY_FULL, Fetch
 from lmcache_ec.workqueue import WorkQueue
 
 if TYPE_CHECKING:
@@ -33,44 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FETCH_THREADS = 4
-ABSENT, MEMORY_FULL = "absent", "memory_full"  # reasons of misses
 BUSY_TIMEOUT_S = 5.0  # how long a fetch waits for another process that brings the same entry
-
-
-class Fetch:
-    """One read of one entry into memory, shared by all who want it at the same time.
-
-    Whoever got it from :meth:`StorageManager.prefetch` calls :meth:`drop` once.
-
-    Attributes:
-        key: Key of the entry.
-        reason: Why there is no lease, as the counter of misses calls it.
-    """
-
-    def __init__(self, manager: StorageManager, key: CacheEngineKey) -> None:
-        self.key = key
-        self._manager = manager
-        self._wanted = 0
-        self._finished = threading.Event()
-        self._lease: Lease | None = None
-        self.reason = ABSENT
-
-    def done(self) -> bool:
-        """Whether the read has ended, found or not. Never blocks."""
-        return self._finished.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until :meth:`done`; False on time-out."""
-        return self._finished.wait(timeout_s)
-
-    def take(self) -> Lease | None:
-        """After :meth:`done`: a lease of the caller's own, or None, and :attr:`reason` says why."""
-        assert self.done()
-        return None if self._lease is None else self._lease.share()
-
-    def drop(self) -> None:
-        """Say that the caller wants it no more. A read under way goes on, and fills memory."""
-        self._manager.drop_fetch(self)
 
 
 class StorageManager:
@@ -140,20 +104,13 @@ class StorageManager:
         with self._fetches_lock:
             fetch = self._fetches.get(key.digest)
             if fetch is None:
-                fetch = Fetch(self, key)
+                fetch = Fetch(key)
                 if self._reads.submit(lambda: self._run_fetch(fetch), 0):
                     self._fetches[key.digest] = fetch
-                else:
-                    fetch._finished.set()  # noqa: SLF001 - one thing in two classes
-            fetch._wanted += 1  # noqa: SLF001
+                else:  # closed
+                    fetch.finish(None, ABSENT)
+            fetch.want()
             return fetch
-
-    def drop_fetch(self, fetch: Fetch) -> None:
-        """One of those who want it wants it no more; called by :meth:`Fetch.drop`."""
-        with self._fetches_lock:
-            fetch._wanted -= 1  # noqa: SLF001
-            if fetch._wanted == 0 and fetch.done() and fetch._lease:  # noqa: SLF001
-                fetch._lease.release()  # noqa: SLF001
 
     def _run_fetch(self, fetch: Fetch) -> None:
         found: Lease | Refusal | None = None
@@ -162,13 +119,8 @@ class StorageManager:
         finally:
             with self._fetches_lock:
                 self._fetches.pop(fetch.key.digest, None)
-                if isinstance(found, Lease):
-                    fetch._lease = found  # noqa: SLF001
-                elif found is Refusal.FULL:
-                    fetch.reason = MEMORY_FULL
-                fetch._finished.set()  # noqa: SLF001
-                if fetch._wanted == 0 and fetch._lease:  # noqa: SLF001
-                    fetch._lease.release()  # noqa: SLF001
+            reason = MEMORY_FULL if found is Refusal.FULL else ABSENT
+            fetch.finish(found if isinstance(found, Lease) else None, reason)
 
     def _fetch(self, key: CacheEngineKey) -> Lease | Refusal | None:
         """The entry from the first tier that has it, or why memory did not take it."""
@@ -296,7 +248,7 @@ class StorageManager:
             payload = _bytes(lease.buffer).data[lease.payload_offset :]
             header = entry.build_header(
                 lease.key,
-                lease.tensor.shape,
+                lease.extent.shape,
                 lease.key.dtype,
                 entry.checksum(payload),
                 int(time.time()),

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # Both must be there before any test module imports vLLM.
 vllm_site.activate()
 os.environ.update(ENVIRONMENT)
+# vLLM looks into a model's class in a child process.
+os.environ["PYTHONPATH"] = vllm_site.child_pythonpath()
 
 # `tests/vllm` itself may be found as a namespace package of this name, which has no origin.
 _SPEC = importlib.util.find_spec("vllm")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_ec.errors import BackendError
 from lmcache_ec.events import Events
-from lmcache_ec.storage_manager import ABSENT
+from lmcache_ec.fetch import ABSENT
 from lmcache_ec.vllm.content import Content
 from lmcache_ec.vllm.plan import ECPlan, WorkerReport
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from lmcache_ec.backends.local_cpu import Lease
     from lmcache_ec.engine import ECCacheEngine
-    from lmcache_ec.storage_manager import Fetch
+    from lmcache_ec.fetch import Fetch
     from lmcache_ec.vllm.content import EntryNames
 
 logger = logging.getLogger(__name__)
