@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -15,7 +18,7 @@ from lmcache_ec.testing.media import noise_picture
 from lmcache_ec.testing.vllm_server import RequestFailedError, VLLMServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.vllm.conftest import Reference, StartServer
 
@@ -170,3 +173,41 @@ def test_hostile_requests_harm_themselves_alone(
     assert server.chat(TEXT, [PICTURE]).token_ids == expected
     assert server.alive
     server.stop()
+
+
+SCRIPT = """
+import sys
+from vllm import LLM, SamplingParams
+from vllm.config import ECTransferConfig
+from lmcache_ec.testing.vllm_server import chat_messages
+
+if __name__ == "__main__":
+    ec = ECTransferConfig(ec_connector="LMCacheECConnector", ec_role="ec_both")
+    llm = LLM(sys.argv[1], ec_transfer_config=ec, enforce_eager=True, max_model_len=512,
+              max_num_seqs=1, kv_cache_memory_bytes=32 << 20)
+    picture = open(sys.argv[2], "rb").read()
+    llm.chat(chat_messages("Hm?", [picture]), SamplingParams(max_tokens=2), use_tqdm=False)
+    print("ANSWERED")
+"""
+
+
+def test_a_script_gives_its_memory_back(
+    model_dir: Callable[[str], Path], memory_dir: Path, tmp_path: Path
+) -> None:
+    """vLLM kills its engine at the end of one, and shows no metrics in it."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "picture.png").write_bytes(PICTURE)
+    command = [sys.executable, "script.py", str(model_dir("qwen2_vl")), "picture.png"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    output = subprocess.run(
+        command,
+        check=True,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "ANSWERED" in output.stdout
+    assert "lmcache-ec: memory tier of" in output.stdout + output.stderr
+    assert list(memory_dir.iterdir()) == []
