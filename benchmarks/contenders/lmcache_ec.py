@@ -67,7 +67,8 @@ class LMCacheEC:
             requests[i] = _request(names[i], len(sources[0]))
 
         def plan(i: int) -> None:
-            scheduler.plan_load(requests[i], 0)
+            if not scheduler.plan_load(requests[i], 0):
+                scheduler.plan_save(requests[i], 0)
             plans[i] = scheduler.build_connector_meta()
 
         def renew_and_plan(i: int) -> None:
