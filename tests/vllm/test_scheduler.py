@@ -387,6 +387,35 @@ def test_a_request_waits_while_its_identifier_is_promised_for_other_media(shm: P
     cache.half.shutdown()
 
 
+def test_a_request_does_not_wait_for_ever_for_an_identifier(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that it waits for may be waiting for the memory that it occupies."""
+    monkeypatch.setattr("lmcache_ec.vllm.scheduler.CONFLICT_TIMEOUT_S", 0.05)
+    cache = Cache(shm, cache_client_uuids=True)
+    cache.put("logo", output(1))
+    first, second = request("first", "logo"), request("second", "logo", data=OTHER_MEDIA)
+    assert cache.half.ensure_cache_available(first, 0)
+    assert not cache.settle(second, timeout_s=0.5)
+    assert cache.half.take_unavailable_requests() == {"second"}
+    for wanted in (first, second):
+        cache.half.request_finished(wanted)
+    cache.half.shutdown()
+
+
+def test_one_identifier_for_two_items_of_a_request_is_left_to_vllm(shm: Path) -> None:
+    cache = Cache(shm, cache_client_uuids=True)
+    cache.put("logo", output(1))
+    wanted = request("r", "logo", "logo")
+    wanted.mm_features[1].data = OTHER_MEDIA
+    assert cache.half.ensure_cache_available(wanted, 0)
+    assert not cache.half.has_cache_item("logo")
+    assert cache.half.ensure_cache_available(wanted, 0)
+    cache.half.request_finished(wanted)
+    assert cache.pinned == 0
+    cache.half.shutdown()
+
+
 def test_identifiers_alone_are_trusted_only_when_told_so(shm: Path) -> None:
     cache = Cache(shm, verify_content=False)
     cache.engine.put(name("a"), output(1))

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOKUP_GRACE_S = 0.0005  # how long a new request may hold up the scheduler for its look-ups
+CONFLICT_TIMEOUT_S = 1.0  # how long a request may wait for another that uses its identifier
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class _Request:
     fetches: dict[int, Fetch] = field(default_factory=dict)
     missed: set[int] = field(default_factory=set)
     deadline: float = 0.0
+    conflict_deadline: float = 0.0
 
 
 class SchedulerHalf:
@@ -123,8 +125,7 @@ class SchedulerHalf:
                 continue
             if index not in state.missed and not self._settle(request, index, state):
                 settled = False
-            if self._conflicts(feature):
-                self._drop_all(state)  # or two such requests could wait for each other
+            if self._conflicts(feature) and not self._resolve(request, index, state):
                 return False
         return settled
 
@@ -133,7 +134,7 @@ class SchedulerHalf:
         return identifier in self._leased
 
     def take_unavailable_requests(self) -> set[str]:
-        """Requests that name an item that nobody has: vLLM alone would die of them."""
+        """Requests that name an item that nobody has, or one that others use for other media."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
@@ -212,6 +213,31 @@ class SchedulerHalf:
         """
         promised = self._leased.get(feature.identifier)
         return promised is not None and promised[0].key.mm_hash != self._names.of(feature)
+
+    def _resolve(self, request: Request, index: int, state: _Request) -> bool:
+        """Deal with a conflict; False if the request has to wait, or fails after waiting.
+
+        It waits without leases of its own, or two such requests could wait for each other. And not
+        for long: the other one may itself be waiting for the memory that this one occupies.
+        """
+        identifier = request.mm_features[index].identifier
+        own = [number for number, (name, _) in state.leases.items() if name == identifier]
+        if own:  # one identifier for two items of one request: vLLM computes one for both
+            for number in own:
+                self._drop(number, state)
+            state.missed.update([*own, index])
+            return True
+        self._drop_all(state)
+        now = time.monotonic()
+        state.conflict_deadline = state.conflict_deadline or now + CONFLICT_TIMEOUT_S
+        if now > state.conflict_deadline:
+            logger.warning(
+                "lmcache-ec: request %s fails: its item %s has the identifier of other media that "
+                "another request uses; give each its own uuid",
+                request.request_id, identifier[:64],
+            )  # fmt: skip
+            self._unavailable.add(request.request_id)
+        return False
 
     # ------------------------------------------------------------------ the plan of a step
 
