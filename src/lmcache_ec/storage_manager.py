@@ -282,7 +282,10 @@ class StorageManager:
         self._writes.close(timeout_s)
         self._reads.close(timeout_s)
         for tier in self._tiers:
-            tier.close()
+            try:
+                tier.close()
+            except BackendError as error:
+                self._failed(tier.name, error)
         self.memory.close()
 
 

@@ -111,21 +111,21 @@ class LocalDiskBackend:
                 return None
             raise self._failed("open", key, error) from error
         try:
-            found = os.fstat(file)
-            if not _is_own(found):
-                return None
-            if found.st_size == 0:
-                raise CorruptEntryError(f"{path} is empty; delete the entry")
-            view = allocate(found.st_size)
-            if view is None:
-                return None
-            _read_exactly(file, view, path)
-            with contextlib.suppress(OSError):  # recency is a hint, and reads outlive writes
-                os.utime(file)
+            with contextlib.ExitStack() as opened:
+                opened.callback(os.close, file)
+                found = os.fstat(file)
+                if not _is_own(found):
+                    return None
+                if found.st_size == 0:
+                    raise CorruptEntryError(f"{path} is empty; delete the entry")
+                view = allocate(found.st_size)
+                if view is None:
+                    return None
+                _read_exactly(file, view, path)
+                with contextlib.suppress(OSError):  # recency is a hint, and reads outlive writes
+                    os.utime(file)
         except OSError as error:
             raise self._failed("read", key, error) from error
-        finally:
-            os.close(file)
         return view
 
     def put(self, key: CacheEngineKey, parts: Sequence[memoryview]) -> None:
@@ -243,23 +243,28 @@ class LocalDiskBackend:
         Returns its descriptor. The lock tells a scan that the writer lives, and the size how
         much it has reserved.
         """
-        with self._locked() as usage:
-            used = _usage(usage)
-            if used is None or not self._scanned or used + size > self._capacity_bytes:
-                used = self._make_room(size)
-                self._scanned = True
-                _set_usage(usage, used)
-            if used + size > self._capacity_bytes:
-                raise BackendError(
-                    f"{self._path} has no room for {size} bytes: writers at work hold {used} of "
-                    f"{self._capacity_bytes}; raise max_local_disk_size"
-                )
-            _set_usage(usage, used + size)
-            try:
-                return _create(temporary, size)
-            except OSError:
-                _set_usage(usage, used)
-                raise
+        # Whatever fails, the file is closed: a lock that is never given up would keep it for ever.
+        with contextlib.ExitStack() as opened:
+            with self._locked() as usage:
+                used = _usage(usage)
+                if used is None or not self._scanned or used + size > self._capacity_bytes:
+                    used = self._make_room(size)
+                    _set_usage(usage, used)
+                    self._scanned = True  # only now: a result that was lost is found again
+                if used + size > self._capacity_bytes:
+                    raise BackendError(
+                        f"{self._path} has no room for {size} bytes: writers at work hold {used} "
+                        f"of {self._capacity_bytes}; raise max_local_disk_size"
+                    )
+                _set_usage(usage, used + size)
+                try:
+                    file = _create(temporary, size, opened)
+                except OSError:
+                    temporary.unlink(missing_ok=True)  # what cannot be removed stays reserved
+                    _set_usage(usage, used)
+                    raise
+            opened.pop_all()
+            return file
 
     def _make_room(self, size: int) -> int:
         """Count the bytes in use and evict the least recently used entries if need be.
@@ -394,16 +399,12 @@ def _is_kept(path: Path) -> bool:
     return True
 
 
-def _create(temporary: Path, size: int) -> int:
-    """Create a file of ``size`` bytes, all holes, and lock it; gives its descriptor."""
+def _create(temporary: Path, size: int, opened: contextlib.ExitStack) -> int:
+    """Create a file of ``size`` bytes, all holes, and lock it; ``opened`` closes it."""
     file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(file, size)
-    except OSError:
-        temporary.unlink()
-        os.close(file)
-        raise
+    opened.callback(os.close, file)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.ftruncate(file, size)
     return file
 
 
@@ -430,7 +431,11 @@ def _usage(usage: int) -> int | None:
 
 
 def _set_usage(usage: int, used: int) -> None:
-    os.pwrite(usage, b"%020d\n" % used, 0)
+    text = b"%020d\n" % used
+    if os.pwrite(usage, text, 0) != len(text):
+        # Digits of two numbers could make a smaller one. An empty file is counted anew.
+        os.ftruncate(usage, 0)
+        raise OSError(errno.EIO, "The usage file was written in part")
 
 
 def _add(usage: int, delta: int) -> None:
