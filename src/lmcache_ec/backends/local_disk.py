@@ -285,7 +285,10 @@ class LocalDiskBackend:
         for _, entry_bytes, path in sorted(entries):
             if used <= goal:
                 break
-            path.unlink(missing_ok=True)  # somebody may remove files by hand
+            try:
+                path.unlink(missing_ok=True)  # somebody may remove files by hand
+            except OSError:  # it stays, and stays counted: another one goes in its place
+                continue
             used -= entry_bytes
             self._events.count("evictions", self.name)
         return used
@@ -455,8 +458,9 @@ def _write_all(file: int, parts: Sequence[memoryview]) -> None:
 
 
 def _read_exactly(file: int, view: memoryview, path: Path) -> None:
-    # A larger read-ahead; the whole file is wanted, from front to back.
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    # A larger read-ahead; the whole file is wanted, from front to back. A hint, no more.
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     position = 0
     while position < len(view):
         count = os.preadv(file, [view[position:]], position)
