@@ -145,12 +145,14 @@ class LMCacheECConnector(ECConnectorBase):
                 encoder_dtype(vllm_config),
                 events,
             )
-        memory = LocalCPUBackend(
-            Path(config.shm_path),
-            config.max_local_cpu_bytes,
-            CachePolicy(config.cache_policy),
-            events,
-        )
+            memory = engine.memory
+        else:
+            memory = LocalCPUBackend(
+                Path(config.shm_path),
+                config.max_local_cpu_bytes,
+                CachePolicy(config.cache_policy),
+                events,
+            )
         label = _label(vllm_config, rank)
         if first_stage:
             memory.arena.announce(label)
@@ -210,7 +212,7 @@ class LMCacheECConnector(ECConnectorBase):
 
     @_guarded(lambda: None)
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
-        """Release what the workers have loaded."""
+        """Count what the workers counted."""
         report = connector_output.ec_connector_worker_meta
         if self._scheduler is not None and isinstance(report, WorkerReport):
             self._scheduler.update_connector_output(report)
